@@ -19,7 +19,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from heapq import nsmallest
-from types import TracebackType
 from typing import Any
 
 from anabranch.deadline import Deadline
@@ -36,9 +35,9 @@ from anabranch.transport.announcements import (
     portions,
     prefixes_of,
 )
-from anabranch.transport.certificates import EVERY_JOB, resolve_keys
+from anabranch.transport.certificates import EVERY_JOB
 from anabranch.transport.client import ModuleClient
-from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint
+from anabranch.transport.endpoints import parse_endpoint
 from anabranch.transport.redis_directory import RedisDirectory, is_redis_url, shown_url
 
 _SERVICES = frozenset({"experts"})
@@ -192,12 +191,7 @@ class Directory:
         if endpoint is not None and is_redis_url(endpoint):
             raise ValueError(f"{shown_url(endpoint)} is a Redis server; use anabranch.RedisDirectory(url)")
         if endpoint is not None:
-            secured = client is not None or insecure or resolve_keys(keys) is not None
-            if isinstance(parse_endpoint(endpoint), TcpEndpoint) and not secured:
-                raise ValueError(
-                    f"{endpoint} is reached over TCP, which takes certificates: give keys=DIR, as `anabranch keys DIR` "
-                    "makes it, or set ANABRANCH_KEYS; on a network that you trust insecure=True"
-                )
+            parse_endpoint(endpoint)
         self.endpoint = endpoint
         self._timeout = timeout
         self._within: Deadline | None = None
@@ -280,7 +274,7 @@ def within(directory: DirectoryLike, deadline: Deadline) -> DirectoryLike:
     return directory.within(deadline) if isinstance(directory, Directory | RedisDirectory) else directory
 
 
-class DirectoryServer:
+class DirectoryServer(Server):
     """Serves a directory while its ``with`` block runs.
 
     >>> with DirectoryServer() as server:
@@ -312,7 +306,7 @@ class DirectoryServer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._verbs = _DirectoryVerbs(clock)
-        self._server = Server(
+        super().__init__(
             self._verbs.verbs(),
             listen=listen,
             role="directory",
@@ -323,11 +317,6 @@ class DirectoryServer:
         )
 
     @property
-    def endpoint(self) -> str:
-        """The address for ``Directory(endpoint)``."""
-        return self._server.endpoint
-
-    @property
     def directory(self) -> Directory:
         """A directory of this table, for use in this process."""
         mine = Directory()
@@ -336,19 +325,10 @@ class DirectoryServer:
 
     def transport_statistics(self) -> ServerStatistics:
         """Counters of its requests and connections since it started."""
-        return self._server.statistics()
+        return self.statistics()
 
     def checkpoint(self) -> None:
         """Nothing: experts announce themselves again to a directory that was restarted."""
-
-    def __enter__(self) -> DirectoryServer:
-        self._server.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._server.__exit__(kind, error, trace)
 
 
 class _DirectoryVerbs:

@@ -56,13 +56,10 @@ _warned: set[tuple[str, str]] = set()
 _ours = threading.Lock()
 """Of both: several threads may call one expert, too."""
 _OWN_CHANGE = (
-    "%s: an output is that of the expert after %d changes, but its gradient that of the expert after %d: %s. Give its "
+    "%s: an output is that of the expert after %d changes, but its gradient that of the expert after %d: this process "
+    "has changed it in between, by the backward of another call or a forward that writes to the expert. Give its "
     "server keep_activations=, a number of rows, and backwards use the forward's own weights and buffers; "
     "statistics().stale_backwards counts those that did not"
-)
-_BACK = "its server has gone back to an earlier state"
-_BY_US = (
-    "this process has changed it in between, by the backward of another call or a forward that writes to the expert"
 )
 
 
@@ -139,13 +136,12 @@ class CallCounts:
             return
         with self._lock:
             self._stale += 1
-        back = changes < call.changes
         with _ours:
-            warns = (back or ours > call.changed_by_us) and expert not in _warned
+            warns = ours > call.changed_by_us and expert not in _warned
             if warns:
                 _warned.add(expert)
         if warns:
-            _log.warning(_OWN_CHANGE, call.uid, call.changes, changes, _BACK if back else _BY_US)
+            _log.warning(_OWN_CHANGE, call.uid, call.changes, changes)
 
 
 class ExpertCall(msgspec.Struct, eq=False):

@@ -252,9 +252,8 @@ class RemoteMixtureOfExperts(RemoteModule):
 
     def learn_form(self) -> None:
         """Request the nesting of the experts' outputs and the dimensions of their inputs, for a capture."""
-        form = self._form()
-        self._keep(form)
-        self._dimensions = _dimensions_of(form)
+        self._schema = self._form()
+        self._dimensions = _dimensions_of(self._schema)
 
     def _leading_sizes(self, x: Tensor) -> tuple[int, ...]:
         """Return the sizes of those dimensions of the input that come before an expert's: its rows."""

@@ -65,11 +65,6 @@ class RemoteModule(nn.Module):
         self._schema: Schema | None = None  # once a capture has asked for it, by ``learn_form``
         self._whole_call = WholeCall(self)
 
-    def _keep(self, schema: Schema) -> None:
-        """Keep it with what nesting outputs takes: Dynamo cannot follow the lock of a property's first reading."""
-        _ = schema.gives_one, schema.output_nesting, schema.output_specs
-        self._schema = schema
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the experts' outputs for these inputs."""
         if torch.compiler.is_dynamo_compiling() and self._schema is None:  # a compiler that is not this library's
@@ -180,7 +175,7 @@ class RemoteExpert(RemoteModule):
 
     def learn_form(self) -> None:
         """Request the nesting of the expert's outputs, for a capture."""
-        self._keep(self.find(Deadline.after(self.forward_timeout))[1])
+        self._schema = self.find(Deadline.after(self.forward_timeout))[1]
 
     def __getstate__(self) -> dict[str, object]:
         # The expert may have moved by then, and have another schema.

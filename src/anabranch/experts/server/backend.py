@@ -113,11 +113,14 @@ class ExpertBackend:
 
     Raises:
         ValueError: an invalid uid, no inputs in the schema, an optimizer of another module's parameters.
+        TypeError: a subclass overrides ``forward``, ``backward`` or ``step``.
         SchemaError: the module does not accept the schema's inputs, or returns values that cannot be sent, or has more
             inputs and outputs than a message carries tensors.
 
-    To change the update, override ``apply_gradients``. Source: the expert backends of hivemind (Ryabinin and Gusev,
-    "Towards Crowdsourced Training of Large Neural Networks using Decentralized Mixture-of-Experts", 2020).
+    To change the update, override ``apply_gradients``; nothing else of a backend is called for every request.
+
+    Source: the expert backends of hivemind (Ryabinin and Gusev, "Towards Crowdsourced Training of Large Neural Networks
+    using Decentralized Mixture-of-Experts", 2020).
     """
 
     def __init__(
@@ -141,6 +144,12 @@ class ExpertBackend:
     ) -> None:
         self.uid = check_uid(uid)
         self._output_name = f"{uid}'s output 0"
+        for name in ("forward", "backward", "step"):
+            if getattr(type(self), name) is not getattr(ExpertBackend, name):
+                raise TypeError(
+                    f"{uid}: {type(self).__name__} overrides {name}, which a server does not call for every request; "
+                    "override apply_gradients to change the update, and the module's forward to change its outputs"
+                )
         if gradient_reduction not in ("sum", "mean"):
             raise ValueError(f"gradient_reduction is 'sum' or 'mean', got {gradient_reduction!r}")
         if clip_grad_norm is not None and not clip_grad_norm > 0:
@@ -175,8 +184,6 @@ class ExpertBackend:
         outputs = self._infer_outputs() if outputs_schema is None else outputs_schema
         self.schema = Schema(arguments, keywords, outputs, max_batch_size)
         self.takes_tensor = self.schema.takes_one and not self.schema.pads
-        # Refuse unsendable specs here rather than at the first call.
-        _ = self.schema.packed
         layout = self.schema.output_layout
         backward = [*self.schema.input_layout, *((name, spec) for name, spec in layout if spec.requires_grad)]
         if (parts := max(count_parts(layout), count_parts(backward))) > MOST_TENSORS:
