@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from keyword import iskeyword
-from typing import Annotated, Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, TypedDict, cast
 
 import msgspec
 import torch
@@ -162,6 +162,14 @@ class RowInputs(NamedTuple):
     leading: tuple[int, ...]
 
 
+class ExpertInfo(TypedDict):
+    """The schema of an expert, as a caller needs it; see ``ExpertBackend.get_info``."""
+
+    forward_schema: tuple[tuple[Structure, ...], dict[str, Structure]]
+    outputs_schema: Structure
+    keyword_names: tuple[str, ...]
+
+
 class Schema:
     """The specs of an expert's inputs and outputs, and what every call needs of them.
 
@@ -235,12 +243,28 @@ class Schema:
         except (ValueError, TypeError, RecursionError) as error:
             raise ProtocolError(f"bytes that are no schema: {error}") from None
 
+    def info(self) -> ExpertInfo:
+        """Return the facts about an expert with this schema."""
+        keywords = dict(self.keywords)
+        return {
+            "forward_schema": (self.arguments, keywords),
+            "outputs_schema": self.outputs,
+            "keyword_names": tuple(sorted(keywords)),
+        }
+
     def nest_outputs(self, outputs: Sequence[Tensor]) -> Structure:
         """Return the outputs nested as by the expert's module; those that are ``None`` are not among ``outputs``."""
         if self.gives_one:
             return outputs[0]
         tensors = iter(outputs)
         return self.output_nesting.rebuild([None if spec is None else next(tensors) for spec in self.output_specs])
+
+    def row_of_zeros(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return one row of zeros for each of ``inputs``, of its sizes."""
+        return [
+            None if tensor is None or spec is None else spec.zeros(1, spec.sizes_of(tensor.shape))
+            for tensor, spec in zip(inputs, self.inputs, strict=True)
+        ]
 
     def length_of(self, inputs: Sequence[Tensor | None]) -> int:
         """Return the positions that ``inputs`` add to a sequence: the first varying size of the first input that has

@@ -23,9 +23,10 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from typing import cast
 
 import msgspec
@@ -283,12 +284,13 @@ def ask(calls: Calls, *, keep: bool) -> Crossed:
     return Crossed(outputs, calls, no_gradient, fresh=True)
 
 
-def output_forms(schema: Schema, rows: int, device: torch.device) -> list[Form]:
-    """Return the forms of the outputs of an expert of this schema for ``rows`` rows."""
+def output_forms(
+    schema: Schema, rows: int, device: torch.device, sizes: Iterable[Sequence[int]] = repeat(())
+) -> list[Form]:
+    """Return the forms of the outputs of an expert of this schema for ``rows`` rows; ``sizes`` are those that vary."""
     return [
-        Form((rows, *spec.with_sizes(())), spec.dtype, device, spec.requires_grad)
-        for spec in schema.output_specs
-        if spec is not None
+        Form((rows, *spec.with_sizes(its)), spec.dtype, device, spec.requires_grad)
+        for (_, spec), its in zip(schema.output_layout, sizes, strict=False)
     ]
 
 
@@ -305,20 +307,13 @@ def sample_forms(
 
     It is called with zeros in eval mode, which changes nothing there.
     """
-    zeros = [
-        None if tensor is None or spec is None else spec.zeros(1, spec.sizes_of(tensor.shape))
-        for tensor, spec in zip(inputs, schema.inputs, strict=True)
-    ]
-    call = ExpertCall(uid, endpoint, schema, zeros, 1, evaluating=True)
+    call = ExpertCall(uid, endpoint, schema, schema.row_of_zeros(inputs), 1, evaluating=True)
     outputs = ask(Calls(client, [call], deadline, 0.0), keep=False).outputs
     if call.error is not None:
         raise call.error
     device = next(tensor.device for tensor in inputs if tensor is not None)
-    specs = [spec for spec in schema.output_specs if spec is not None]
-    return [
-        Form((rows, *output.shape[1:]), spec.dtype, device, spec.requires_grad)
-        for output, spec in zip(outputs, specs, strict=True)
-    ]
+    pairs = zip(schema.output_layout, outputs, strict=True)
+    return output_forms(schema, rows, device, [spec.sizes_of(output.shape) for (_, spec), output in pairs])
 
 
 def _take_answers(calls: Calls, outcomes: Sequence[Outcome]) -> None:
@@ -621,23 +616,19 @@ def _wait(client: Client, key: _Key, requests: Sequence[CallRequest], deadline: 
                 _send(client, _messages(batch), last)
         finally:
             if batch:
-                _pass_on(line, batch)
+                _pass_on(batch)
                 _leave(key, me)
     for one in requests:
         if one.outcome is None:
             one.outcome = deadline.error(peer=one.call.endpoint, operation=f"{one.verb} {one.call.uid}")
 
 
-def _pass_on(line: _Line, batch: Sequence[CallRequest]) -> None:
+def _pass_on(batch: Sequence[CallRequest]) -> None:
     """Wake the threads of requests that have left; those without an outcome were of a thread that is interrupted."""
-    with _lock:
-        for one in batch:
-            if one.outcome is None and one.verb == wire.FORWARD:
-                one.leaves = False  # which may be sent again
-                line.waiting.append(one)
-            elif one.outcome is None:
-                lost = "the thread that had sent this request with its own was interrupted"
-                one.outcome = PeerLost(lost, peer=one.call.endpoint, operation=f"{one.verb} {one.call.uid}")
+    for one in batch:
+        if one.outcome is None:
+            lost = "the thread that had sent this request with its own was interrupted"
+            one.outcome = PeerLost(lost, peer=one.call.endpoint, operation=f"{one.verb} {one.call.uid}")
     for turn in {one.turn for one in batch}:
         if turn is not None:
             turn.set()

@@ -142,11 +142,6 @@ class Sessions:
 
     # --- on the thread that reads
 
-    def find(self, header: StepHeader, backend: ExpertBackend) -> None:
-        """Raise ``SessionGone`` if the session of a step has ended."""
-        with self._lock:
-            self._find(header, backend)
-
     def check(self, step: Step, backend: ExpertBackend, deadline: Deadline) -> None:
         """Refuse a step that cannot be taken now; keep its session while the step waits, even longer than its ttl.
 
