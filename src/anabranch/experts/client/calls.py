@@ -51,25 +51,17 @@ _MOMENT = 0.01
 _LATE = 0.05
 _log = logging.getLogger("anabranch")
 
-_changes_by_us: dict[tuple[str, str], int] = {}
+_changes_by_us = Counter[tuple[str, str]]()
 """This process's changes of the expert of an endpoint and a uid: several modules may call one expert."""
 _warned: set[tuple[str, str]] = set()
-_ours = threading.Lock()
-"""Of both: several threads may call one expert, too."""
+_lock = threading.Lock()
+"""Of these, of all counters, and of the requests that wait: several threads may call one expert, too."""
 _OWN_CHANGE = (
     "%s: an output is that of the expert after %d changes, but its gradient that of the expert after %d: this process "
     "has changed it in between, by the backward of another call or a forward that writes to the expert. Give its "
     "server keep_activations=, a number of rows, and backwards use the forward's own weights and buffers; "
     "statistics().stale_backwards counts those that did not"
 )
-
-
-def changed_by_us(endpoint: str, uid: str, *, again: bool) -> int:
-    """Return how often this process had changed an expert; it has now changed it ``again``."""
-    with _ours:
-        before = _changes_by_us.get((endpoint, uid), 0)
-        _changes_by_us[endpoint, uid] = before + again
-        return before
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +91,6 @@ class CallCounts:
     """The counters behind ``CallStatistics``; a copy of their module begins its own."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._calls = self._answered = self._cancelled = self._stale = 0
         self._failed, self._rows = Counter[str](), Counter[str]()
 
@@ -108,13 +99,13 @@ class CallCounts:
 
     def read(self, avoided: frozenset[str] = frozenset()) -> CallStatistics:
         """Return the counters so far."""
-        with self._lock:
+        with _lock:
             failed, rows = dict(self._failed), dict(self._rows)
             return CallStatistics(self._calls, self._answered, failed, self._cancelled, rows, self._stale, avoided)
 
     def forward(self, call: ExpertCall) -> None:
         """Count a call whose forward has ended."""
-        with self._lock:
+        with _lock:
             self._calls += 1
             self._rows[call.uid] += call.rows
             self._answered += call.answered
@@ -124,7 +115,7 @@ class CallCounts:
 
     def failure(self, error: Exception) -> None:
         """Count a call, or a backward, that failed."""
-        with self._lock:
+        with _lock:
             self._failed[type(error).__name__] += 1
 
     def backward(self, call: ExpertCall, changes: int, *, updates: bool) -> None:
@@ -132,13 +123,11 @@ class CallCounts:
         ``updates`` it.
         """
         expert = call.endpoint, call.uid
-        ours = changed_by_us(*expert, again=updates)
-        if changes == call.changes or not call.rows:
-            return
-        with self._lock:
-            self._stale += 1
-        with _ours:
-            warns = ours > call.changed_by_us and expert not in _warned
+        with _lock:
+            stale = changes != call.changes and call.rows > 0
+            warns = stale and _changes_by_us[expert] > call.changed_by_us and expert not in _warned
+            _changes_by_us[expert] += updates
+            self._stale += stale
             if warns:
                 _warned.add(expert)
         if warns:
@@ -333,9 +322,9 @@ def _take_answers(calls: Calls, outcomes: Sequence[Outcome]) -> None:
             call.error = ProtocolError(str(error), peer=call.endpoint)
             continue
         call.ticket, call.changes = call.ticket if call.ticket in header.tickets else b"", header.changes
-        call.changed_by_us = _changes_by_us.get((call.endpoint, call.uid), 0)
-        if header.changed:
-            changed_by_us(call.endpoint, call.uid, again=True)
+        with _lock:
+            call.changed_by_us = _changes_by_us[call.endpoint, call.uid]
+            _changes_by_us[call.endpoint, call.uid] += header.changed
         schema = call.schema
         outputs: list[Tensor | None] = [*outcome.tensors]
         if not schema.gives_as_is:
@@ -560,7 +549,6 @@ class _Line(msgspec.Struct, eq=False):
 
 _Key = tuple[object, ...]
 _lines: dict[_Key, _Line] = {}
-_lock = threading.Lock()
 
 
 def gather(client: Client, requests: Sequence[CallRequest], deadline: Deadline) -> list[Outcome]:

@@ -420,8 +420,8 @@ class RemoteMixtureOfExperts(RemoteModule):
             for uid, (_, schema) in experts.items()
             if not _same_form(schema, form) and not (_same_outputs(schema, form) and forward.accepted_by(schema))
         }
-        if misfits and not forward.accepted_by(form):
-            form.flatten_inputs(forward.args, forward.kwargs, casting=forward.casting)  # raises: the caller's mistake
+        if misfits:  # or the mistake is the caller's: this raises
+            form.flatten_inputs(forward.args, forward.kwargs, casting=forward.casting)
         for uid in misfits:
             endpoint, schema = experts[uid]
             says = printable(
