@@ -110,6 +110,9 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
     *((lambda o=o: expert(**o), ValueError, "batch sizes") for o in ({"max_batch_size": 0}, {"min_batch_size": 5000})),
     (lambda: expert(timeout=-1.0), ValueError, "timeout is a finite number"),
     (lambda: Overriding("ffn.0", nn.Linear(1, 1)), TypeError, "overrides backward.*override apply_gradients"),
+    (lambda: expert(clip_grad_norm=0.0), ValueError, "a norm above 0"),
+    (lambda: expert(keep_activations=True), ValueError, "a number of rows"),
+    (lambda: ExpertServer([expert(), expert()]), ValueError, "two backends are called 'ffn.0'"),
     (lambda: expert(gradient_reduction="max"), ValueError, "gradient_reduction"),
     (
         lambda: expert(module=(m := nn.Linear(1, 1)), optimizer=torch.optim.LBFGS(m.parameters())),

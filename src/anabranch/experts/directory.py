@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from heapq import nsmallest
+from types import TracebackType
 from typing import Any
 
 from anabranch.deadline import Deadline
@@ -200,11 +201,6 @@ class Directory:
             None if endpoint is None else ModuleClient(client, role=role, keys=keys, insecure=insecure)
         )
 
-    def __repr__(self) -> str:
-        """Return where its table is."""
-        where = "" if self.endpoint is None else repr(self.endpoint)
-        return f"Directory({where})"
-
     def within(self, deadline: Deadline) -> Directory:
         """Return the same directory, with every wait ended by ``deadline``."""
         same = copy.copy(self)
@@ -274,7 +270,7 @@ def within(directory: DirectoryLike, deadline: Deadline) -> DirectoryLike:
     return directory.within(deadline) if isinstance(directory, Directory | RedisDirectory) else directory
 
 
-class DirectoryServer(Server):
+class DirectoryServer:
     """Serves a directory while its ``with`` block runs.
 
     >>> with DirectoryServer() as server:
@@ -306,7 +302,7 @@ class DirectoryServer(Server):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._verbs = _DirectoryVerbs(clock)
-        super().__init__(
+        self._server = Server(
             self._verbs.verbs(),
             listen=listen,
             role="directory",
@@ -317,6 +313,11 @@ class DirectoryServer(Server):
         )
 
     @property
+    def endpoint(self) -> str:
+        """The address for ``Directory(endpoint)``."""
+        return self._server.endpoint
+
+    @property
     def directory(self) -> Directory:
         """A directory of this table, for use in this process."""
         mine = Directory()
@@ -325,10 +326,19 @@ class DirectoryServer(Server):
 
     def transport_statistics(self) -> ServerStatistics:
         """Counters of its requests and connections since it started."""
-        return self.statistics()
+        return self._server.statistics()
 
     def checkpoint(self) -> None:
         """Nothing: experts announce themselves again to a directory that was restarted."""
+
+    def __enter__(self) -> DirectoryServer:
+        self._server.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.__exit__(kind, error, trace)
 
 
 class _DirectoryVerbs:

@@ -645,17 +645,12 @@ class RemoteMixtureOfExperts(RemoteModule):
         directory = within(self._finder.directory, Deadline.after(_GLANCE))
         grid = "".join(f".[0:{size}]" for size in self.grid_size)
         says = f"the directory lists no expert {self.uid_prefix}{grid}"
-        try:
-            if directory.active([self.uid_prefix]).get(self.uid_prefix):
-                return f"of the experts {self.uid_prefix}{grid} that the directory lists none answers"
-            if isinstance(directory, Directory):
-                some = itertools.islice(directory.announced(), _SOME)
-                kinds = sorted({re.sub(r"\.\d+", ".*", one.uid) for one in some})
-                says += (
-                    f"; it lists {', '.join(kinds[:_NAMED]) or 'none at all'}{' and more' if kinds[_NAMED:] else ''}"
-                )
-        except BoundaryError as error:
-            return f"the directory does not answer: {error}"
+        if directory.active([self.uid_prefix]).get(self.uid_prefix):
+            return f"of the experts {self.uid_prefix}{grid} that the directory lists none answers"
+        if isinstance(directory, Directory):
+            some = itertools.islice(directory.announced(), _SOME)
+            kinds = sorted({re.sub(r"\.\d+", ".*", one.uid) for one in some})
+            says += f"; it lists {', '.join(kinds[:_NAMED]) or 'none at all'}{' and more' if kinds[_NAMED:] else ''}"
         return printable(says)
 
 

@@ -27,7 +27,6 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.parameter import is_lazy
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -64,8 +63,7 @@ from anabranch.transport.failures import ends_the_program
 from anabranch.transport.frame import MOST_TENSORS
 
 # BatchNorm refuses one row, and 3 coincides with a shape's other sizes less often than 2.
-_SAMPLE_ROWS = 3
-_SAMPLE_LENGTHS = (8, 2, 64)
+_SAMPLE_ROWS, _SAMPLE_LENGTH = 3, 8
 # Positions above which a step would be split; a step is one call of the module.
 _LONGEST_STEP = 1 << 40
 
@@ -627,19 +625,7 @@ class ExpertBackend:
         """Return the specs of the module's outputs, found by running it on zeros, and twice if input sizes vary."""
         if not any(spec is not None and spec.varying for spec in self.schema.inputs):
             return self._infer_at(0)
-        refused: SchemaError | None = None
-        # Some modules accept only sequences of a minimum length, or of a multiple of some length.
-        for length in _SAMPLE_LENGTHS:
-            try:
-                shorter, longer = self._infer_at(length), self._infer_at(2 * length)
-            except SchemaError as error:
-                refused = refused or error
-                continue
-            return self._merge_inferred(shorter, longer)
-        assert refused is not None
-        raise refused
-
-    def _merge_inferred(self, shorter: Structure, longer: Structure) -> Structure:
+        shorter, longer = self._infer_at(_SAMPLE_LENGTH), self._infer_at(2 * _SAMPLE_LENGTH)
         merged: list[TensorSpec | None] = []
         for a, b in zip(specs_of(shorter), specs_of(longer), strict=True):
             if a is None or b is None:
@@ -663,13 +649,12 @@ class ExpertBackend:
                     modes.enter_context(_evaluating(part))
             leaves = self._as_leaves(zeros)
             try:
-                if any(map(is_lazy, self.module.parameters())):
-                    self._call(leaves)  # with the shapes of its parameters it writes their sizes into attributes
                 modes.enter_context(self._state.put_back(trained=range(sys.maxsize)))
                 outputs = self._call(leaves)
             except Exception as error:
                 raise SchemaError(
                     f"{self.uid}: the module does not accept the inputs of its schema: {type(error).__name__}: {error}"
+                    + (f" (at length {length}; give outputs_schema to try none)" if length else "")
                 ) from error
         return infer_specs(outputs, _SAMPLE_ROWS)
 

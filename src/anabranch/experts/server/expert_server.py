@@ -434,8 +434,6 @@ class ExpertServer:
             self._backends[backend.uid] = backend.to(device) if device is not None else backend
         if not self._backends:
             raise ValueError("a server without experts has nothing to serve; give it backends")
-        if not 0 < ttl < float("inf"):
-            raise ValueError(f"ttl is a finite number of seconds above 0, got {ttl!r}")
         self._directory = (
             None if directory is None else as_directory(directory, role="experts", keys=keys, insecure=insecure)
         )
@@ -467,10 +465,6 @@ class ExpertServer:
             facts=self._verbs.facts,
         )
         self._stack = ExitStack()
-
-    def __repr__(self) -> str:
-        """Return where it listens."""
-        return f"ExpertServer({self.endpoint!r})"
 
     @property
     def endpoint(self) -> str:

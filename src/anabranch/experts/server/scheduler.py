@@ -405,8 +405,6 @@ class TaskPool:
         """Run a batch and answer its tasks; if it fails, each is run alone, so that only the faulty one fails; of one
         that is several requests, each is to come again alone.
         """
-        if not batch:
-            return
         if batch[0].rows > self.max_batch_size:
             for part in _split(batch[0], self.max_batch_size, whole=True):
                 if not part.unwanted():

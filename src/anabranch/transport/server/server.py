@@ -32,7 +32,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Self
 
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, Overloaded, SchemaError
@@ -181,7 +180,7 @@ class Server:
         """The address at which clients find this server."""
         return self._listener.endpoint
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Server:
         if self._threads or self.closed:
             raise RuntimeError("a server can be entered only once; make another")
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL))
