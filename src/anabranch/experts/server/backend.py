@@ -17,7 +17,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -340,10 +340,12 @@ class ExpertBackend:
         if self.device.type != "cpu":
             self._bring(batch)
         changes, before = self._count_changes(), self._marks
+        # Each task of a batch that fails runs alone, on the state that there was before.
+        alone = batch[0].evaluating or len(batch) == batch[0].requests == 1
         with (
             _evaluating(self.module) if batch[0].evaluating else _as_it_is,
             self._with_mask(batch) if self.schema.pads else _as_it_is,
-            _as_it_is if len(batch) == batch[0].requests == 1 else self._undoing(batch),
+            _as_it_is if alone else self._state.put_back(trained=self._written, if_it_fails=True),
         ):
             if batch[0].tickets if len(batch) == 1 else any(task.tickets for task in batch):
                 outputs = self._keep_forward(batch, changes)
@@ -528,18 +530,16 @@ class ExpertBackend:
         schema = self.schema
         whole = schema.input_nesting.rebuild(leaves)
         args, kwargs = cast(tuple[tuple[object, ...], dict[str, object]], whole)
-        if schema.pads:
-            kwargs["mask"] = self._all_values(leaves) if self._mask is None else self._mask
+        if self._mask is not None:
+            kwargs["mask"] = self._mask
+        elif schema.pads:  # of a request alone
+            shape = _rows_of(leaves), schema.measure(leaves)[1]
+            kwargs["mask"] = torch.ones(shape, dtype=torch.bool, device=self.device)
         if cache is not None:
             kwargs["cache"] = cache
         if copies is None:
             return self.module(*args, **kwargs)
         return torch.func.functional_call(self.module, copies, args, kwargs)
-
-    def _all_values(self, leaves: Sequence[Tensor | None]) -> Tensor:
-        """Return the mask of unpadded inputs."""
-        length = self.schema.measure(leaves)[1]
-        return torch.ones(_rows_of(leaves), length, dtype=torch.bool, device=self.device)
 
     def _place(self, tensor: Tensor | None) -> Tensor | None:
         if tensor is None or tensor.device == self.device:
@@ -614,12 +614,6 @@ class ExpertBackend:
             raise Unrepeatable(f"{self.uid}: the update failed: {type(error).__name__}: {error}") from error
         finally:
             self.changes += self._gradients.stepped
-
-    def _undoing(self, batch: Sequence[Task]) -> AbstractContextManager[None]:
-        """Return a context that undoes what a forward that fails has changed: each of its tasks then runs alone."""
-        if batch[0].evaluating:
-            return _as_it_is
-        return self._state.put_back(trained=self._written, if_it_fails=True)
 
     def _infer_outputs(self) -> Structure:
         """Return the specs of the module's outputs, found by running it on zeros, and twice if input sizes vary."""

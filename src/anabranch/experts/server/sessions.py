@@ -126,9 +126,6 @@ class Sessions:
         # A lower bound of all expiries, not the exact minimum, because every step extends one.
         self._sweep_at = float("inf")
 
-    def __len__(self) -> int:
-        return len(self._open)
-
     def sweep(self) -> None:
         """Free the expired sessions; requests do so, too."""
         with self._lock:
