@@ -13,22 +13,9 @@ from expert_modules import CausalBlock, calling, causal_backend, served, togethe
 from torch import Tensor, nn
 
 from anabranch.deadline import Deadline
-from anabranch.errors import (
-    CaptureError,
-    NonFinite,
-    NotFound,
-    Overloaded,
-    RemoteError,
-    SchemaError,
-    SessionGone,
-)
+from anabranch.errors import CaptureError, NonFinite, NotFound, Overloaded, RemoteError, SchemaError, SessionGone
 from anabranch.executor import EvalStep, Executor
-from anabranch.experts import (
-    Directory,
-    ExpertBackend,
-    InferenceSession,
-    RemoteExpert,
-)
+from anabranch.experts import Directory, ExpertBackend, InferenceSession, RemoteExpert
 from anabranch.experts.server.sessions import LEAST_BYTES, Sessions, Step, bytes_held
 from anabranch.experts.wire import StepHeader
 from anabranch.observe import expert_metrics
