@@ -98,10 +98,7 @@ BAD: dict[str, Callable[[str, bytes], None]] = {
     "a backward without a number": ask(verb=wire.BACKWARD, payload=GRADIENT),
     "a backward of garbage": ask(verb=wire.BACKWARD, payload=b"\xc1", once=True),
     "gradients of other rows": ask(
-        verb=wire.BACKWARD,
-        tensors=[torch.ones(ROWS, 4), torch.ones(ROWS + 1, 4)],
-        payload=GRADIENT,
-        once=True,
+        verb=wire.BACKWARD, tensors=[torch.ones(ROWS, 4), torch.ones(ROWS + 1, 4)], payload=GRADIENT, once=True
     ),
     "a gradient that is NaN": ask(
         verb=wire.BACKWARD,

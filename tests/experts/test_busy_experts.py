@@ -9,19 +9,11 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
-from expert_modules import (
-    Slow,
-    in_the_module,
-    served,
-)
+from expert_modules import Slow, in_the_module, served
 from torch import Tensor
 
 from anabranch.deadline import Deadline
-from anabranch.errors import (
-    DeadlineExceeded,
-    Overloaded,
-    PeerLost,
-)
+from anabranch.errors import DeadlineExceeded, Overloaded, PeerLost
 from anabranch.experts import Directory, ExpertBackend, ExpertServer, RemoteExpert, wire
 from anabranch.tensors import TensorSpec
 from anabranch.transport import Client, Request, RequestHeader, pack

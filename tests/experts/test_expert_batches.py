@@ -6,12 +6,7 @@ import copy
 import time
 
 import torch
-from expert_modules import (
-    Feedforward,
-    calling,
-    served,
-    together,
-)
+from expert_modules import Feedforward, calling, served, together
 from torch import Tensor, nn
 
 from anabranch.deadline import Deadline

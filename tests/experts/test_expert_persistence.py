@@ -20,13 +20,7 @@ from anabranch.experts.server.persistence import Persistence
 from anabranch.record.fault_points import on_fault_point
 from anabranch.tensors import TensorSpec
 from anabranch.transport import Client, pack
-from anabranch.transport.frame import (
-    FailureFrame,
-    Hello,
-    ReplyHeader,
-    RequestHeader,
-    encode,
-)
+from anabranch.transport.frame import FailureFrame, Hello, ReplyHeader, RequestHeader, encode
 from frame_reading import next_frame, wire_of
 from programs import Programs
 from waiting import wait_until

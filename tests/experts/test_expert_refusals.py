@@ -90,6 +90,11 @@ class Own(ExpertBackend):
     def apply_gradients(self) -> None: ...
 
 
+class Overriding(ExpertBackend):
+    def backward(self, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        return inputs
+
+
 def session(max_length: object = 8, ttl: float = 60.0) -> object:
     return RemoteExpert("block.0", "unix:/nowhere").session(max_length, ttl)  # type: ignore[arg-type]
 
@@ -102,7 +107,12 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: expert(module=nn.Linear(2, 1)), SchemaError, "does not accept"),
     (lambda: expert(module=nn.Flatten(0), args_schema=[TensorSpec(2)]), SchemaError, "as many rows"),
     (lambda: expert(args_schema=["x"]), SchemaError, "TensorSpec"),
-    (lambda: expert(max_batch_size=0), ValueError, "batch sizes"),
+    *((lambda o=o: expert(**o), ValueError, "batch sizes") for o in ({"max_batch_size": 0}, {"min_batch_size": 5000})),
+    (lambda: expert(timeout=-1.0), ValueError, "timeout is a finite number"),
+    (lambda: Overriding("ffn.0", nn.Linear(1, 1)), TypeError, "overrides backward.*override apply_gradients"),
+    (lambda: expert(clip_grad_norm=0.0), ValueError, "a norm above 0"),
+    (lambda: expert(keep_activations=True), ValueError, "a number of rows"),
+    (lambda: ExpertServer([expert(), expert()]), ValueError, "two backends are called 'ffn.0'"),
     (lambda: expert(gradient_reduction="max"), ValueError, "gradient_reduction"),
     (
         lambda: expert(module=(m := nn.Linear(1, 1)), optimizer=torch.optim.LBFGS(m.parameters())),

@@ -9,9 +9,7 @@ import torch
 from expert_modules import calling
 from torch import nn
 
-from anabranch.experts import (
-    ExpertBackend,
-)
+from anabranch.experts import ExpertBackend
 from anabranch.tensors import TensorSpec
 
 on_cuda = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

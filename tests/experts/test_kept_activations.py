@@ -115,6 +115,30 @@ def test_activations_dropped_for_the_budget_are_recomputed() -> None:
     assert backend.updates == 6
 
 
+class Counting(nn.Module):
+    """Sets its buffer anew in forward, and writes to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("sums", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        self.sums += x.detach().sum(0)
+        return self.linear(x)
+
+
+def test_what_a_kept_forward_sets_or_writes_is_the_modules() -> None:
+    module = Counting()
+    with calling(backend_of(module, keep=8)) as expert:
+        for _ in range(3):
+            expert(torch.ones(2, 4)).sum().backward()
+    assert module.calls == 3
+    assert torch.equal(module.sums, torch.full((4,), 6.0))
+
+
 class Shared(nn.Module):
     """Two parameters and the input whose gradients autograd hands out as one tensor, if there is one row."""
 

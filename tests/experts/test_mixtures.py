@@ -262,11 +262,7 @@ def test_an_input_that_the_gate_does_not_take_is_refused_before_anybody_is_asked
         moe(x)  # type: ignore[arg-type]
 
 
-@given(
-    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
-    k=st.integers(1, 6),
-    seed=st.integers(0, 1000),
-)
+@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3), k=st.integers(1, 6), seed=st.integers(0, 1000))
 @settings(max_examples=25, deadline=None)
 def test_beam_search_is_exhaustive_search_on_a_full_grid(sizes: list[int], k: int, seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -6,31 +6,11 @@ import copy
 
 import pytest
 import torch
-from expert_modules import (
-    NESTED_SCHEMA,
-    Feedforward,
-    Nested,
-    TwoHeads,
-    adam,
-    calling,
-    nested_inputs,
-    served,
-)
+from expert_modules import NESTED_SCHEMA, Feedforward, Nested, TwoHeads, adam, calling, nested_inputs, served
 from torch import Tensor, nn
 
-from anabranch.errors import (
-    NotFound,
-    PeerLost,
-    RemoteError,
-    SchemaError,
-)
-from anabranch.experts import (
-    Directory,
-    DirectoryServer,
-    ExpertBackend,
-    RemoteExpert,
-    RemoteMixtureOfExperts,
-)
+from anabranch.errors import NotFound, PeerLost, RemoteError, SchemaError
+from anabranch.experts import Directory, DirectoryServer, ExpertBackend, RemoteExpert, RemoteMixtureOfExperts
 from anabranch.tensors import TensorSpec
 from anabranch.testing import faults
 from anabranch.transport import Client

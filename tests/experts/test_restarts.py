@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import socket
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -24,11 +23,9 @@ from anabranch.experts import (
     RemoteMixtureOfExperts,
 )
 from anabranch.experts.server import expert_server
-from anabranch.experts.server.persistence import lock
 from anabranch.record.spans import Span, heard
 from anabranch.tensors import TensorSpec
 from anabranch.transport import Client
-from programs import Programs
 from waiting import wait_until
 
 
@@ -158,26 +155,6 @@ def test_a_second_server_of_an_expert_in_one_directory_is_refused_and_the_first_
     with served(second, checkpoint_dir=tmp_path):  # the lock is held until the last state is saved, and no longer
         assert second.updates == 1
         assert torch.equal(second.module.weight, first.module.weight)
-
-
-def test_the_holder_is_named_and_a_killed_one_blocks_no_other(tmp_path: Path, programs: Programs) -> None:
-    text = """
-import sys, time
-from pathlib import Path
-from anabranch.experts.server.persistence import lock
-
-mine = lock(Path(sys.argv[1]), "ffn.0")
-print("locked", flush=True)
-time.sleep(600)
-"""
-    directory = tmp_path / "ffn.0"
-    with programs.start(text, directory) as holder:
-        assert holder.stdout.readline() == "locked\n"
-        with pytest.raises(CheckpointError, match=rf"process {holder.pid} on {socket.gethostname()}"):
-            lock(directory, "ffn.0")
-        holder.kill()
-    with lock(directory, "ffn.0"):
-        pass
 
 
 def test_a_directory_that_may_only_be_read_is_served_from_without_a_lock(

@@ -168,14 +168,6 @@ def test_leaving_a_runtime_fails_waiting_tasks() -> None:
         pool.submit(task(1, answers))
 
 
-@pytest.mark.parametrize(
-    "options", [{"min_batch_size": 0}, {"min_batch_size": 5, "max_batch_size": 4}, {"timeout": -1.0}]
-)
-def test_sizes_that_contradict_each_other_are_refused(options: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="batch sizes|timeout"):
-        TaskPool(lambda x: [x], **options)  # type: ignore[arg-type]
-
-
 # --- the order of tasks: each caller in turn, then the oldest; and the futures of submitted tasks
 
 
@@ -194,16 +186,6 @@ def test_a_caller_with_many_tasks_and_one_with_few_take_turns_row_by_row() -> No
         pool.submit(task(caller="few"))
     pool.submit(task(caller="late", rows=2))
     assert callers(pool) == [["many", "few", "late"], ["many", "few", "many", "many"], ["many", "many", "many", "many"]]
-
-
-def test_tasks_without_a_caller_are_served_in_the_order_of_arrival() -> None:
-    pool = TaskPool(lambda x: [x], max_batch_size=2)
-    for value in range(5):
-        pool.submit(Task([torch.full((1, 1), float(value))], 1, Deadline.after(600.0)))
-    order = []
-    while batch := pool.take_batch():
-        order += [int(one.inputs[0]) for one in batch]  # type: ignore[arg-type]
-    assert order == [0, 1, 2, 3, 4]
 
 
 def test_pools_of_a_device_share_the_turns() -> None:
@@ -263,10 +245,3 @@ def test_a_future_that_is_cancelled_takes_its_task_back_and_one_that_is_unwanted
     with pytest.raises(DeadlineExceeded):
         late.result(timeout=0)
     assert pool.statistics().dropped == 3
-    running = pool.submit(task())
-    batch = pool.take_batch()
-    assert running.running()
-    assert not running.cancel()
-    pool.run(batch)
-    assert running.result(timeout=0)[0] is not None
-    assert computed == [8, 1]

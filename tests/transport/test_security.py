@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import socket
 import ssl
 import stat
@@ -61,6 +63,20 @@ def test_a_name_is_reached_where_its_server_listens(monkeypatch: pytest.MonkeyPa
         addresses = [(family, socket.SOCK_STREAM, 6, "", (host, port, *more)) for family, (host, _, *more) in both]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses)
         assert client.call(Request(server.endpoint, "echo", tensors=[torch.ones(3)]), soon()).tensors
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://[::1]:7000", "tcp://[::]:7000"])
+def test_a_host_without_ipv6_says_so_of_the_endpoint(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in many containers: Python's word was that there is no dual stack, and named nothing."""
+
+    def refuse(address: tuple[str, int], *, dualstack_ipv6: bool, **options: object) -> socket.socket:
+        assert not dualstack_ipv6
+        raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    monkeypatch.setattr(socket, "create_server", refuse)
+    with pytest.raises(OSError, match=f"cannot listen on {re.escape(endpoint)}: Address family"):
+        Server([ECHO], listen=endpoint, insecure=True)
 
 
 @pytest.mark.parametrize("size", [1, 1_000_000])

@@ -9,11 +9,11 @@ from anabranch.experts.client.calls import CallStatistics
 from anabranch.experts.client.mixture import RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
 from anabranch.experts.client.remote_expert import InferenceSession, RemoteExpert
 from anabranch.experts.directory import Directory, DirectoryLike, DirectoryServer
-from anabranch.experts.server.backend import ExpertBackend, ExpertInfo
+from anabranch.experts.server.backend import ExpertBackend
 from anabranch.experts.server.expert_server import ExpertServer, ExpertServerStatistics
 from anabranch.experts.server.layers import expand_uids
 from anabranch.experts.server.scheduler import PoolStatistics, Runtime, Task, TaskPool
-from anabranch.experts.wire import Schema
+from anabranch.experts.wire import ExpertInfo, Schema
 from anabranch.transport.redis_directory import RedisDirectory
 
 __all__ = [

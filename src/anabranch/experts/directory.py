@@ -36,9 +36,9 @@ from anabranch.transport.announcements import (
     portions,
     prefixes_of,
 )
-from anabranch.transport.certificates import EVERY_JOB, resolve_keys
+from anabranch.transport.certificates import EVERY_JOB
 from anabranch.transport.client import ModuleClient
-from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint
+from anabranch.transport.endpoints import parse_endpoint
 from anabranch.transport.redis_directory import RedisDirectory, is_redis_url, shown_url
 
 _SERVICES = frozenset({"experts"})
@@ -192,12 +192,7 @@ class Directory:
         if endpoint is not None and is_redis_url(endpoint):
             raise ValueError(f"{shown_url(endpoint)} is a Redis server; use anabranch.RedisDirectory(url)")
         if endpoint is not None:
-            secured = client is not None or insecure or resolve_keys(keys) is not None
-            if isinstance(parse_endpoint(endpoint), TcpEndpoint) and not secured:
-                raise ValueError(
-                    f"{endpoint} is reached over TCP, which takes certificates: give keys=DIR, as `anabranch keys DIR` "
-                    "makes it, or set ANABRANCH_KEYS; on a network that you trust insecure=True"
-                )
+            parse_endpoint(endpoint)
         self.endpoint = endpoint
         self._timeout = timeout
         self._within: Deadline | None = None
@@ -205,11 +200,6 @@ class Directory:
         self._module_client = (
             None if endpoint is None else ModuleClient(client, role=role, keys=keys, insecure=insecure)
         )
-
-    def __repr__(self) -> str:
-        """Return where its table is."""
-        where = "" if self.endpoint is None else repr(self.endpoint)
-        return f"Directory({where})"
 
     def within(self, deadline: Deadline) -> Directory:
         """Return the same directory, with every wait ended by ``deadline``."""

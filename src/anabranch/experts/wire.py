@@ -35,9 +35,9 @@ import sys
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from keyword import iskeyword
-from typing import Annotated, Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, TypedDict, cast
 
 import msgspec
 import torch
@@ -162,87 +162,95 @@ class RowInputs(NamedTuple):
     leading: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+class ExpertInfo(TypedDict):
+    """The schema of an expert, as a caller needs it; see ``ExpertBackend.get_info``."""
+
+    forward_schema: tuple[tuple[Structure, ...], dict[str, Structure]]
+    outputs_schema: Structure
+    keyword_names: tuple[str, ...]
+
+
 class Schema:
-    """The specs of an expert's inputs and outputs; derived values are cached, as every call needs them.
+    """The specs of an expert's inputs and outputs, and what every call needs of them.
 
     Attributes:
         arguments: the specs of positional arguments, each nested as the argument is.
         keywords: the specs of keyword arguments.
         outputs: the specs of the outputs, nested as they are.
-        batch_rows: rows of the largest batch.
+        inputs: the specs of all inputs in order; ``None`` for an argument that is always ``None``.
+        output_specs: those of the outputs.
+        input_names: a name for each input, for messages: ``args.0``, ``kwargs.mask``; as ``output_names`` and
+            ``gradient_names``.
+        input_layout: the layout of a forward request, ``output_layout`` that of its answer.
+        takes_one: the only input is one tensor, the common case: there is nothing to flatten.
+        takes_as_is: each input is sent as one tensor, unchanged; ``gives_as_is``: each output.
+        gives_one: the output is one tensor, not a nested structure.
+        pads: inputs are padded to the longest of a batch.
+        varies: sizes of inputs or outputs vary from call to call.
+        floating: all outputs are floating, so that they have a mean.
+        joint_rows: the most rows of requests that travel together: few, so that batches of them are nearly full; 0 if
+            rows vary in size or are rounded.
+        packed: the schema as bytes.
+        hash: sixteen bytes that two equal schemas share.
+
+    Raises:
+        SchemaError: a leaf is neither a spec nor ``None``, or a container cannot be sent.
     """
 
-    arguments: tuple[Structure, ...]
-    keywords: Mapping[str, Structure]
-    outputs: Structure
-    batch_rows: int = 1
+    def __init__(
+        self,
+        arguments: tuple[Structure, ...],
+        keywords: Mapping[str, Structure],
+        outputs: Structure,
+        batch_rows: int = 1,
+        *,
+        packed: bytes | None = None,
+    ) -> None:
+        inputs = arguments, dict(keywords)
+        self.arguments, self.keywords, self.outputs = arguments, keywords, outputs
+        self.inputs, self.output_specs = specs_of(inputs), specs_of(outputs)
+        self.input_nesting, self.output_nesting = Nesting.of(inputs), Nesting.of(outputs)
+        self.input_names = [_input_name(path) for path in self.input_nesting.paths()]
+        self.output_names = [f"output {index}" for index in range(len(self.output_specs))]
+        self.gradient_names = [f"gradient of {name}" for name in self.output_names]
+        self.input_layout = _layout(self.input_names, self.inputs)
+        self.output_layout = _layout(self.output_names, self.output_specs)
+        self.takes_one = not keywords and len(arguments) == 1 and isinstance(arguments[0], TensorSpec)
+        self.takes_as_is = all(spec is not None and spec.compression is None for spec in self.inputs)
+        self.gives_as_is = all(spec is not None and spec.compression is None for spec in self.output_specs)
+        self.gives_one = isinstance(outputs, TensorSpec)
+        self.pads = any(spec.pad for _, spec in self.input_layout)
+        self.varies = any(spec.varying for _, spec in self.input_layout + self.output_layout)
+        self.floating = all(spec.dtype.is_floating_point for _, spec in self.output_layout)
+        self.joint_rows = batch_rows // 8 if self.takes_as_is and self.gives_as_is and not self.varies else 0
+        try:
+            self.packed = packed or pack(encode([*inputs, outputs, batch_rows], _encode_own))
+        except ValueError as error:
+            raise SchemaError(f"a schema that cannot be sent: {error}") from error
+        self.hash = hashlib.sha256(self.packed).digest()[:16]
 
-    @cached_property
-    def inputs(self) -> list[TensorSpec | None]:
-        """The specs of all inputs in order; ``None`` for an argument that is always ``None``."""
-        return specs_of((self.arguments, dict(self.keywords)))
+    @classmethod
+    def unpack(cls, payload: bytes) -> Schema:
+        """Return the schema with these ``packed`` bytes; a ``ProtocolError`` if they are not a schema.
 
-    @cached_property
-    def output_specs(self) -> list[TensorSpec | None]:
-        """The specs of all outputs in order."""
-        return specs_of(self.outputs)
+        Its hash is that of the bytes: a class that is not imported here would not be packed as it came.
+        """
+        try:
+            arguments, keywords, outputs, batch_rows = decode(unpack(payload, object), _OWN)
+            if not isinstance(arguments, tuple) or not isinstance(keywords, dict) or not isinstance(batch_rows, int):
+                raise ValueError("a schema's arguments are a tuple, its keywords a dict, its batch_rows a number")
+            return cls(arguments, keywords, outputs, batch_rows, packed=payload)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ProtocolError(f"bytes that are no schema: {error}") from None
 
-    @cached_property
-    def input_names(self) -> list[str]:
-        """A name for each input, for messages: ``args.0``, ``kwargs.mask``."""
-        return [_input_name(path) for path in self.input_nesting.paths()]
-
-    @cached_property
-    def input_layout(self) -> Layout:
-        """The layout of a forward request."""
-        return [(name, spec) for name, spec in zip(self.input_names, self.inputs, strict=True) if spec is not None]
-
-    @cached_property
-    def output_layout(self) -> Layout:
-        """The layout of a forward's answer."""
-        pairs = zip(self.output_names, self.output_specs, strict=True)
-        return [(name, spec) for name, spec in pairs if spec is not None]
-
-    @cached_property
-    def output_names(self) -> list[str]:
-        """A name for each output, for messages."""
-        return [f"output {index}" for index in range(len(self.output_specs))]
-
-    @cached_property
-    def gradient_names(self) -> list[str]:
-        """A name for the gradient of each output, for messages."""
-        return [f"gradient of {name}" for name in self.output_names]
-
-    @cached_property
-    def takes_one(self) -> bool:
-        """True if the only input is one tensor, the common case: there is nothing to flatten."""
-        return not self.keywords and len(self.arguments) == 1 and isinstance(self.arguments[0], TensorSpec)
-
-    @cached_property
-    def takes_as_is(self) -> bool:
-        """True if each input is sent as one tensor, unchanged."""
-        return all(spec is not None and spec.compression is None for spec in self.inputs)
-
-    @cached_property
-    def gives_as_is(self) -> bool:
-        """True if each output is sent as one tensor, unchanged."""
-        return all(spec is not None and spec.compression is None for spec in self.output_specs)
-
-    @cached_property
-    def gives_one(self) -> bool:
-        """True if the output is one tensor, not a nested structure."""
-        return isinstance(self.outputs, TensorSpec)
-
-    @cached_property
-    def input_nesting(self) -> Nesting:
-        """The nesting of the inputs."""
-        return Nesting.of((self.arguments, dict(self.keywords)))
-
-    @cached_property
-    def output_nesting(self) -> Nesting:
-        """The nesting of the outputs."""
-        return Nesting.of(self.outputs)
+    def info(self) -> ExpertInfo:
+        """Return the facts about an expert with this schema."""
+        keywords = dict(self.keywords)
+        return {
+            "forward_schema": (self.arguments, keywords),
+            "outputs_schema": self.outputs,
+            "keyword_names": tuple(sorted(keywords)),
+        }
 
     def nest_outputs(self, outputs: Sequence[Tensor]) -> Structure:
         """Return the outputs nested as by the expert's module; those that are ``None`` are not among ``outputs``."""
@@ -250,6 +258,13 @@ class Schema:
             return outputs[0]
         tensors = iter(outputs)
         return self.output_nesting.rebuild([None if spec is None else next(tensors) for spec in self.output_specs])
+
+    def row_of_zeros(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return one row of zeros for each of ``inputs``, of its sizes."""
+        return [
+            None if tensor is None or spec is None else spec.zeros(1, spec.sizes_of(tensor.shape))
+            for tensor, spec in zip(inputs, self.inputs, strict=True)
+        ]
 
     def length_of(self, inputs: Sequence[Tensor | None]) -> int:
         """Return the positions that ``inputs`` add to a sequence: the first varying size of the first input that has
@@ -265,55 +280,6 @@ class Schema:
             f"a session needs an input with a dimension that varies, such as TensorSpec(None, 512), for its positions; "
             f"the expert takes {outline((self.arguments, dict(self.keywords)))}"
         )
-
-    @cached_property
-    def pads(self) -> bool:
-        """True if inputs are padded to the longest of a batch."""
-        return any(spec is not None and spec.pad for spec in self.inputs)
-
-    @cached_property
-    def varies(self) -> bool:
-        """True if sizes of inputs or outputs vary from call to call."""
-        return any(spec is not None and spec.varying for spec in (*self.inputs, *self.output_specs))
-
-    @cached_property
-    def floating(self) -> bool:
-        """True if all outputs are floating, so that they have a mean."""
-        return all(spec is None or spec.dtype.is_floating_point for spec in self.output_specs)
-
-    @cached_property
-    def joint_rows(self) -> int:
-        """The most rows of requests that travel together: few, so that batches of them are nearly full; 0 if rows vary
-        in size or are rounded.
-        """
-        return self.batch_rows // 8 if self.takes_as_is and self.gives_as_is and not self.varies else 0
-
-    @cached_property
-    def packed(self) -> bytes:
-        """The schema as bytes; raises ``SchemaError`` if it cannot be packed."""
-        _ = self.inputs, self.output_specs  # raise for what is not sent
-        try:
-            return pack(encode([self.arguments, dict(self.keywords), self.outputs, self.batch_rows], _encode_own))
-        except ValueError as error:
-            raise SchemaError(f"a schema that cannot be sent: {error}") from error
-
-    @cached_property
-    def hash(self) -> bytes:
-        """Sixteen bytes that two equal schemas share."""
-        return hashlib.sha256(self.packed).digest()[:16]
-
-    @classmethod
-    def unpack(cls, payload: bytes) -> Schema:
-        """Return the schema with these ``packed`` bytes; a ``ProtocolError`` if they are not a schema."""
-        try:
-            arguments, keywords, outputs, batch_rows = decode(unpack(payload, object), _OWN)
-            schema = cls(arguments, keywords, outputs, batch_rows)
-            _ = schema.inputs, schema.output_specs
-            if not isinstance(arguments, tuple) or not isinstance(keywords, dict) or not isinstance(batch_rows, int):
-                raise ValueError("a schema's arguments are a tuple, its keywords a dict, its batch_rows a number")
-        except (ValueError, TypeError, RecursionError) as error:
-            raise ProtocolError(f"bytes that are no schema: {error}") from None
-        return schema
 
     def flatten_inputs(
         self, args: Sequence[object], kwargs: Mapping[str, object], *, casting: bool | None = None
@@ -387,6 +353,10 @@ class Schema:
             if size != lengths[0][1]:
                 raise SchemaError(f"{name} has length {size}, {lengths[0][0]} {lengths[0][1]}; they share one mask")
         return (), lengths[0][1] if lengths else 0
+
+
+def _layout(names: Sequence[str], specs: Sequence[TensorSpec | None]) -> Layout:
+    return [(name, spec) for name, spec in zip(names, specs, strict=True) if spec is not None]
 
 
 def _leading(leaf: object, spec: TensorSpec, name: str) -> tuple[int, ...]:
@@ -518,34 +488,26 @@ def first_not_finite(tensors: Sequence[Tensor | None], names: Sequence[str], *, 
     alone. ``moderate``: or holds a number above 1e18 (float16: 6e4), of which a sum of products overflows.
     """
     for tensor, name in zip(tensors, names, strict=True):
-        if tensor is not None:
-            few = tensor.numel() <= _PIECE
-            # A finite sum proves it in one pass.
-            plain = few and not moderate and tensor.is_floating_point() and not tensor.is_sparse
-            if plain and math.isfinite(tensor.detach().sum().item()):
-                continue
-            largest = math.inf if not moderate else _LARGEST_HALF if tensor.dtype is torch.float16 else _LARGEST
-            for piece in (tensor,) if few else _pieces(tensor):
-                if not _within(piece, largest):
-                    return name
+        if tensor is None:
+            continue
+        values = tensor._values() if tensor.is_sparse else tensor.detach()
+        for piece in (values,) if values.numel() <= _PIECE else _pieces(values):
+            # A finite sum proves it in one pass; an infinite one proves nothing.
+            proved = not moderate and piece.is_floating_point() and math.isfinite(piece.sum().item())
+            if not proved and not _within(piece, moderate):
+                return name
     return None
 
 
-def _within(tensor: Tensor, largest: float) -> bool:
-    """Return True if no number is infinite, NaN or above ``largest``."""
-    floating = tensor.is_floating_point()
-    if not (floating or tensor.is_complex()) or tensor.numel() == 0:
+def _within(tensor: Tensor, moderate: bool) -> bool:
+    """Return True if no number is infinite, NaN or, where all are to be ``moderate``, too large."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if not tensor.is_floating_point() or not tensor.numel():
         return True
-    tensor = tensor._values() if tensor.is_sparse else tensor.detach()
-    if not floating or largest == math.inf:
-        # A finite sum proves it in one pass; an infinite one proves nothing.
-        return (floating and math.isfinite(tensor.sum().item())) or bool(torch.isfinite(tensor).all())
-    if tensor.dtype in (torch.float32, torch.float64):
-        # As fast as a sum, and no square is larger than the sum of all.
-        flat = tensor.reshape(-1)
-        if torch.dot(flat, flat).item() <= largest**2:
-            return True
-    return bool(tensor.abs().max() <= largest)
+    largest = sys.float_info.max if not moderate else _LARGEST_HALF if tensor.dtype is torch.float16 else _LARGEST
+    least, most = torch.aminmax(tensor)  # one vectorised pass; NaN is passed on
+    return -largest <= least.item() and most.item() <= largest
 
 
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:
@@ -553,7 +515,7 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
 
     A larger sum would start a team of threads for each connection's thread.
     """
-    if torch.get_num_threads() == 1 or tensor.is_sparse or not tensor.is_contiguous():
+    if torch.get_num_threads() == 1 or not tensor.is_contiguous():
         return [tensor]
     return torch.split(tensor.view(-1), _PIECE)
 
@@ -784,29 +746,24 @@ def check_parts(layout: Layout, message: RequestHeader | ReplyHeader, sent: int 
     rows = parts[0].shape[0] if parts and parts[0].shape else 0
     if sent not in (None, rows) and parts:
         raise ProtocolError(f"{sent} rows were sent, but {rows} were received")
-    if len(parts) == len(layout):
-        for part, (_, spec) in zip(parts, layout, strict=True):
-            shape = part.shape
-            if spec.compression is not None or part.dtype is not spec.dtype or not shape or shape[0] != rows:
-                break
-            if shape[1:] != spec.shape and not spec.fits(shape[1:]):
-                break
-        else:
-            return rows
-    if len(parts) != count_parts(layout):
+    expected = len(layout)
+    for _, spec in layout:
+        expected += spec.compression == "int8"
+    if len(parts) != expected:
         names = ", ".join(name for name, _ in layout)
-        raise SchemaError(f"expected {count_parts(layout)} tensors ({names}), got {len(parts)}")
+        raise SchemaError(f"expected {expected} tensors ({names}), got {len(parts)}")
     left = iter(parts)
     for name, spec in layout:
         part = next(left)
-        shape = tuple(part.shape)
-        dtype = torch.int8 if spec.compression == "int8" else _HALVES.get(spec.compression or "", spec.dtype)
-        if part.dtype is not dtype or shape[:1] != (rows,) or not spec.fits(shape[1:]):
+        shape, dtype = part.shape, spec.dtype
+        if spec.compression is not None:
+            dtype = _HALVES.get(spec.compression, torch.int8)
+        if part.dtype is not dtype or shape[:1] != (rows,) or (shape[1:] != spec.shape and not spec.fits(shape[1:])):
             raise SchemaError(
-                f"{name}: expected {spec.describe()} as {dtype_name(dtype)}, for {rows} rows, got {shape} "
+                f"{name}: expected {spec.describe()} as {dtype_name(dtype)}, for {rows} rows, got {tuple(shape)} "
                 f"{dtype_name(part.dtype)}"
             )
-        if spec.compression == "int8":
+        if dtype is torch.int8 is not spec.dtype:
             scales, count = next(left), (-(-torch.Size(shape).numel() // BLOCK),)
             if scales.dtype is not torch.float32 or tuple(scales.shape) != count:
                 raise SchemaError(f"{name}: expected {count} float32 scales, got {tuple(scales.shape)}")

@@ -289,7 +289,8 @@ class SocketTransport:
                 (endpoint.host, endpoint.port),
                 family=socket.AF_INET6 if is_ipv6 else socket.AF_INET,
                 backlog=_BACKLOG,
-                dualstack_ipv6=is_ipv6,
+                # Of "::" alone: an address is of one kind.
+                dualstack_ipv6=endpoint.host == "::" and socket.has_dualstack_ipv6(),
             )
         except OSError as error:
             message = f"cannot listen on tcp://{host}:{endpoint.port}: {error.strerror or error}"

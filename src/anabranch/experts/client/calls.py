@@ -23,9 +23,10 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from typing import cast
 
 import msgspec
@@ -50,28 +51,17 @@ _MOMENT = 0.01
 _LATE = 0.05
 _log = logging.getLogger("anabranch")
 
-_changes_by_us: dict[tuple[str, str], int] = {}
+_changes_by_us = Counter[tuple[str, str]]()
 """This process's changes of the expert of an endpoint and a uid: several modules may call one expert."""
 _warned: set[tuple[str, str]] = set()
-_ours = threading.Lock()
-"""Of both: several threads may call one expert, too."""
+_lock = threading.Lock()
+"""Of these, of all counters, and of the requests that wait: several threads may call one expert, too."""
 _OWN_CHANGE = (
-    "%s: an output is that of the expert after %d changes, but its gradient that of the expert after %d: %s. Give its "
+    "%s: an output is that of the expert after %d changes, but its gradient that of the expert after %d: this process "
+    "has changed it in between, by the backward of another call or a forward that writes to the expert. Give its "
     "server keep_activations=, a number of rows, and backwards use the forward's own weights and buffers; "
     "statistics().stale_backwards counts those that did not"
 )
-_BACK = "its server has gone back to an earlier state"
-_BY_US = (
-    "this process has changed it in between, by the backward of another call or a forward that writes to the expert"
-)
-
-
-def changed_by_us(endpoint: str, uid: str, *, again: bool) -> int:
-    """Return how often this process had changed an expert; it has now changed it ``again``."""
-    with _ours:
-        before = _changes_by_us.get((endpoint, uid), 0)
-        _changes_by_us[endpoint, uid] = before + again
-        return before
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +91,6 @@ class CallCounts:
     """The counters behind ``CallStatistics``; a copy of their module begins its own."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._calls = self._answered = self._cancelled = self._stale = 0
         self._failed, self._rows = Counter[str](), Counter[str]()
 
@@ -110,13 +99,13 @@ class CallCounts:
 
     def read(self, avoided: frozenset[str] = frozenset()) -> CallStatistics:
         """Return the counters so far."""
-        with self._lock:
+        with _lock:
             failed, rows = dict(self._failed), dict(self._rows)
             return CallStatistics(self._calls, self._answered, failed, self._cancelled, rows, self._stale, avoided)
 
     def forward(self, call: ExpertCall) -> None:
         """Count a call whose forward has ended."""
-        with self._lock:
+        with _lock:
             self._calls += 1
             self._rows[call.uid] += call.rows
             self._answered += call.answered
@@ -126,7 +115,7 @@ class CallCounts:
 
     def failure(self, error: Exception) -> None:
         """Count a call, or a backward, that failed."""
-        with self._lock:
+        with _lock:
             self._failed[type(error).__name__] += 1
 
     def backward(self, call: ExpertCall, changes: int, *, updates: bool) -> None:
@@ -134,18 +123,15 @@ class CallCounts:
         ``updates`` it.
         """
         expert = call.endpoint, call.uid
-        ours = changed_by_us(*expert, again=updates)
-        if changes == call.changes or not call.rows:
-            return
-        with self._lock:
-            self._stale += 1
-        back = changes < call.changes
-        with _ours:
-            warns = (back or ours > call.changed_by_us) and expert not in _warned
+        with _lock:
+            stale = changes != call.changes and call.rows > 0
+            warns = stale and _changes_by_us[expert] > call.changed_by_us and expert not in _warned
+            _changes_by_us[expert] += updates
+            self._stale += stale
             if warns:
                 _warned.add(expert)
         if warns:
-            _log.warning(_OWN_CHANGE, call.uid, call.changes, changes, _BACK if back else _BY_US)
+            _log.warning(_OWN_CHANGE, call.uid, call.changes, changes)
 
 
 class ExpertCall(msgspec.Struct, eq=False):
@@ -287,12 +273,13 @@ def ask(calls: Calls, *, keep: bool) -> Crossed:
     return Crossed(outputs, calls, no_gradient, fresh=True)
 
 
-def output_forms(schema: Schema, rows: int, device: torch.device) -> list[Form]:
-    """Return the forms of the outputs of an expert of this schema for ``rows`` rows."""
+def output_forms(
+    schema: Schema, rows: int, device: torch.device, sizes: Iterable[Sequence[int]] = repeat(())
+) -> list[Form]:
+    """Return the forms of the outputs of an expert of this schema for ``rows`` rows; ``sizes`` are those that vary."""
     return [
-        Form((rows, *spec.with_sizes(())), spec.dtype, device, spec.requires_grad)
-        for spec in schema.output_specs
-        if spec is not None
+        Form((rows, *spec.with_sizes(its)), spec.dtype, device, spec.requires_grad)
+        for (_, spec), its in zip(schema.output_layout, sizes, strict=False)
     ]
 
 
@@ -309,20 +296,13 @@ def sample_forms(
 
     It is called with zeros in eval mode, which changes nothing there.
     """
-    zeros = [
-        None if tensor is None or spec is None else spec.zeros(1, spec.sizes_of(tensor.shape))
-        for tensor, spec in zip(inputs, schema.inputs, strict=True)
-    ]
-    call = ExpertCall(uid, endpoint, schema, zeros, 1, evaluating=True)
+    call = ExpertCall(uid, endpoint, schema, schema.row_of_zeros(inputs), 1, evaluating=True)
     outputs = ask(Calls(client, [call], deadline, 0.0), keep=False).outputs
     if call.error is not None:
         raise call.error
     device = next(tensor.device for tensor in inputs if tensor is not None)
-    specs = [spec for spec in schema.output_specs if spec is not None]
-    return [
-        Form((rows, *output.shape[1:]), spec.dtype, device, spec.requires_grad)
-        for output, spec in zip(outputs, specs, strict=True)
-    ]
+    pairs = zip(schema.output_layout, outputs, strict=True)
+    return output_forms(schema, rows, device, [spec.sizes_of(output.shape) for (_, spec), output in pairs])
 
 
 def _take_answers(calls: Calls, outcomes: Sequence[Outcome]) -> None:
@@ -342,9 +322,9 @@ def _take_answers(calls: Calls, outcomes: Sequence[Outcome]) -> None:
             call.error = ProtocolError(str(error), peer=call.endpoint)
             continue
         call.ticket, call.changes = call.ticket if call.ticket in header.tickets else b"", header.changes
-        call.changed_by_us = _changes_by_us.get((call.endpoint, call.uid), 0)
-        if header.changed:
-            changed_by_us(call.endpoint, call.uid, again=True)
+        with _lock:
+            call.changed_by_us = _changes_by_us[call.endpoint, call.uid]
+            _changes_by_us[call.endpoint, call.uid] += header.changed
         schema = call.schema
         outputs: list[Tensor | None] = [*outcome.tensors]
         if not schema.gives_as_is:
@@ -569,7 +549,6 @@ class _Line(msgspec.Struct, eq=False):
 
 _Key = tuple[object, ...]
 _lines: dict[_Key, _Line] = {}
-_lock = threading.Lock()
 
 
 def gather(client: Client, requests: Sequence[CallRequest], deadline: Deadline) -> list[Outcome]:
@@ -625,23 +604,19 @@ def _wait(client: Client, key: _Key, requests: Sequence[CallRequest], deadline: 
                 _send(client, _messages(batch), last)
         finally:
             if batch:
-                _pass_on(line, batch)
+                _pass_on(batch)
                 _leave(key, me)
     for one in requests:
         if one.outcome is None:
             one.outcome = deadline.error(peer=one.call.endpoint, operation=f"{one.verb} {one.call.uid}")
 
 
-def _pass_on(line: _Line, batch: Sequence[CallRequest]) -> None:
+def _pass_on(batch: Sequence[CallRequest]) -> None:
     """Wake the threads of requests that have left; those without an outcome were of a thread that is interrupted."""
-    with _lock:
-        for one in batch:
-            if one.outcome is None and one.verb == wire.FORWARD:
-                one.leaves = False  # which may be sent again
-                line.waiting.append(one)
-            elif one.outcome is None:
-                lost = "the thread that had sent this request with its own was interrupted"
-                one.outcome = PeerLost(lost, peer=one.call.endpoint, operation=f"{one.verb} {one.call.uid}")
+    for one in batch:
+        if one.outcome is None:
+            lost = "the thread that had sent this request with its own was interrupted"
+            one.outcome = PeerLost(lost, peer=one.call.endpoint, operation=f"{one.verb} {one.call.uid}")
     for turn in {one.turn for one in batch}:
         if turn is not None:
             turn.set()

@@ -187,16 +187,9 @@ class Choices:
     def with_rows_of(self, other: Choices, which: NDArray[np.bool_]) -> Choices:
         """Return these choices with those of ``other`` for the rows that are true in ``which``."""
         place = {uid: slot for slot, uid in enumerate(dict.fromkeys([*self.uids, *other.uids]))}
-        width = max(self.slots.shape[1], other.slots.shape[1])
-        mine, theirs = self._widened(width), other._widened(width)
-        translated = np.array([*(place[uid] for uid in other.uids), -1])[theirs.slots]
-        slots = np.where(which[:, None], translated, mine.slots)
-        return Choices([*place], slots, np.where(which[:, None, None], theirs.coordinates, mine.coordinates))
-
-    def _widened(self, width: int) -> Choices:
-        missing = width - self.slots.shape[1]
-        slots = np.pad(self.slots, ((0, 0), (0, missing)), constant_values=-1)
-        return Choices(self.uids, slots, np.pad(self.coordinates, ((0, 0), (0, missing), (0, 0))))
+        translated = np.array([*(place[uid] for uid in other.uids), -1])[other.slots]
+        slots = np.where(which[:, None], translated, self.slots)
+        return Choices([*place], slots, np.where(which[:, None, None], other.coordinates, self.coordinates))
 
 
 def beam_search(
@@ -236,11 +229,11 @@ def beam_search(
         known_PG = _known(directory, prefixes, size, avoid if last else ())
         candidate_RKG = np.where(known_PG[beam_RK], score_RK[:, :, None] + grid_RG[:, None, :], -np.inf)
         flat = candidate_RKG.reshape(rows, beam_RK.shape[1] * size)
+        flat = np.pad(flat, ((0, 0), (0, max(width - flat.shape[1], 0))), constant_values=-np.inf)
         best = np.argsort(-flat, axis=1, kind="stable")[:, :width]
         score_RK = np.take_along_axis(flat, best, axis=1)
-        parent, index = best // size, best % size
         there = np.isfinite(score_RK)
-        index = np.where(there, index, 0)
+        parent, index = np.divmod(np.where(there, best, 0), size)
         coordinates_RKD = np.concatenate(
             [np.take_along_axis(coordinates_RKD, parent[:, :, None], axis=1), index[:, :, None]], axis=2
         )

@@ -252,9 +252,8 @@ class RemoteMixtureOfExperts(RemoteModule):
 
     def learn_form(self) -> None:
         """Request the nesting of the experts' outputs and the dimensions of their inputs, for a capture."""
-        form = self._form()
-        self._keep(form)
-        self._dimensions = _dimensions_of(form)
+        self._schema = self._form()
+        self._dimensions = _dimensions_of(self._schema)
 
     def _leading_sizes(self, x: Tensor) -> tuple[int, ...]:
         """Return the sizes of those dimensions of the input that come before an expert's: its rows."""
@@ -421,8 +420,8 @@ class RemoteMixtureOfExperts(RemoteModule):
             for uid, (_, schema) in experts.items()
             if not _same_form(schema, form) and not (_same_outputs(schema, form) and forward.accepted_by(schema))
         }
-        if misfits and not forward.accepted_by(form):
-            form.flatten_inputs(forward.args, forward.kwargs, casting=forward.casting)  # raises: the caller's mistake
+        if misfits:  # or the mistake is the caller's: this raises
+            form.flatten_inputs(forward.args, forward.kwargs, casting=forward.casting)
         for uid in misfits:
             endpoint, schema = experts[uid]
             says = printable(
@@ -646,17 +645,12 @@ class RemoteMixtureOfExperts(RemoteModule):
         directory = within(self._finder.directory, Deadline.after(_GLANCE))
         grid = "".join(f".[0:{size}]" for size in self.grid_size)
         says = f"the directory lists no expert {self.uid_prefix}{grid}"
-        try:
-            if directory.active([self.uid_prefix]).get(self.uid_prefix):
-                return f"of the experts {self.uid_prefix}{grid} that the directory lists none answers"
-            if isinstance(directory, Directory):
-                some = itertools.islice(directory.announced(), _SOME)
-                kinds = sorted({re.sub(r"\.\d+", ".*", one.uid) for one in some})
-                says += (
-                    f"; it lists {', '.join(kinds[:_NAMED]) or 'none at all'}{' and more' if kinds[_NAMED:] else ''}"
-                )
-        except BoundaryError as error:
-            return f"the directory does not answer: {error}"
+        if directory.active([self.uid_prefix]).get(self.uid_prefix):
+            return f"of the experts {self.uid_prefix}{grid} that the directory lists none answers"
+        if isinstance(directory, Directory):
+            some = itertools.islice(directory.announced(), _SOME)
+            kinds = sorted({re.sub(r"\.\d+", ".*", one.uid) for one in some})
+            says += f"; it lists {', '.join(kinds[:_NAMED]) or 'none at all'}{' and more' if kinds[_NAMED:] else ''}"
         return printable(says)
 
 

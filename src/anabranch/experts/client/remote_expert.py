@@ -30,8 +30,7 @@ from anabranch.experts.client.calls import (
     sample_forms,
 )
 from anabranch.experts.directory import DirectoryLike, within
-from anabranch.experts.server.backend import ExpertInfo, info_of
-from anabranch.experts.wire import RowInputs, Schema, with_leading
+from anabranch.experts.wire import ExpertInfo, RowInputs, Schema, with_leading
 from anabranch.record.spans import mark
 from anabranch.tensors import Structure
 from anabranch.transport import Client, Request, pack
@@ -64,11 +63,6 @@ class RemoteModule(nn.Module):
         self.weights_there = Switch(f"weights_there stands for the parameters of {served} on servers", _CURE)
         self._schema: Schema | None = None  # once a capture has asked for it, by ``learn_form``
         self._whole_call = WholeCall(self)
-
-    def _keep(self, schema: Schema) -> None:
-        """Keep it with what nesting outputs takes: Dynamo cannot follow the lock of a property's first reading."""
-        _ = schema.gives_one, schema.output_nesting, schema.output_specs
-        self._schema = schema
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the experts' outputs for these inputs."""
@@ -180,7 +174,7 @@ class RemoteExpert(RemoteModule):
 
     def learn_form(self) -> None:
         """Request the nesting of the expert's outputs, for a capture."""
-        self._keep(self.find(Deadline.after(self.forward_timeout))[1])
+        self._schema = self.find(Deadline.after(self.forward_timeout))[1]
 
     def __getstate__(self) -> dict[str, object]:
         # The expert may have moved by then, and have another schema.
@@ -199,7 +193,7 @@ class RemoteExpert(RemoteModule):
 
     def get_info(self) -> ExpertInfo:
         """Return the schemas of the expert's inputs and outputs, and its keyword names, sorted."""
-        return info_of(self.find(Deadline.after(self.forward_timeout))[1])
+        return self.find(Deadline.after(self.forward_timeout))[1].info()
 
     def statistics(self) -> CallStatistics:
         """Counters of its calls since it was made, or copied."""
@@ -291,18 +285,14 @@ class RemoteExpert(RemoteModule):
         """Forget the expert's endpoint and return True if it has moved or changed its schema, so that a retry may
         succeed.
         """
-        if not self._may_have_changed(error, deadline):
-            return False
-        self._known = None
-        return True
-
-    def _may_have_changed(self, error: Exception, deadline: Deadline) -> bool:
-        if isinstance(error, AnotherSchema):
-            return True
-        if isinstance(self._where, str) or not isinstance(error, (PeerLost, NotFound)):
-            return False
-        # A peer that missed two beats and is still announced at the same endpoint would miss two more.
-        return isinstance(error, NotFound) or self._look_up(self._where, deadline) != error.peer
+        changed = isinstance(error, AnotherSchema)
+        if not isinstance(self._where, str):
+            # A peer that missed two beats and is still announced at the same endpoint would miss two more.
+            lost = isinstance(error, PeerLost) and self._look_up(self._where, deadline) != error.peer
+            changed = changed or lost or isinstance(error, NotFound)
+        if changed:
+            self._known = None
+        return changed
 
     def _look_up(self, directory: DirectoryLike, deadline: Deadline) -> str:
         endpoints = within(directory, deadline).lookup([self.uid])

@@ -4,7 +4,7 @@ Forward runs without a graph; backward computes it again from the inputs, which 
 keeps nothing between the two for callers that may never come back. Every backward batch is an update. The module's
 buffers are updated only by the forward, as for a local module; dropout draws a new mask in backward, because the first
 one is gone: that gradient belongs to a forward whose output was never used. If that matters, ``keep_activations`` keeps
-the forward's graph (``kept_activations.py``), or the expert is put into eval mode.
+the forward's graph, or the expert is put into eval mode.
 
 A caller in eval mode has its batches run in eval mode, separately from others: batches of a device run one at a time,
 and the module's own mode is restored after each.
@@ -15,24 +15,25 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
-from typing import Literal, TypedDict, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.parameter import is_lazy
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from anabranch.autodiff.layer_state import LayerState
+from anabranch.autodiff.layer_state import LayerState, lazy_clone
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.errors import ActivationsGone, NonFinite, SchemaError
-from anabranch.experts.server.kept_activations import KeptActivations, KeptBatch, KeptRows, copies_of, take_writes
 from anabranch.experts.server.scheduler import (
     Task,
     TaskPool,
@@ -46,6 +47,7 @@ from anabranch.experts.server.scheduler import (
     split_padded,
 )
 from anabranch.experts.wire import (
+    ExpertInfo,
     Mismatch,
     Nesting,
     Schema,
@@ -61,18 +63,9 @@ from anabranch.transport.failures import ends_the_program
 from anabranch.transport.frame import MOST_TENSORS
 
 # BatchNorm refuses one row, and 3 coincides with a shape's other sizes less often than 2.
-_SAMPLE_ROWS = 3
-_SAMPLE_LENGTHS = (8, 2, 64)
+_SAMPLE_ROWS, _SAMPLE_LENGTH = 3, 8
 # Positions above which a step would be split; a step is one call of the module.
 _LONGEST_STEP = 1 << 40
-
-
-class ExpertInfo(TypedDict):
-    """The schema of an expert, as a caller needs it; see ``ExpertBackend.get_info``."""
-
-    forward_schema: tuple[tuple[Structure, ...], dict[str, Structure]]
-    outputs_schema: Structure
-    keyword_names: tuple[str, ...]
 
 
 class ExpertBackend:
@@ -113,11 +106,14 @@ class ExpertBackend:
 
     Raises:
         ValueError: an invalid uid, no inputs in the schema, an optimizer of another module's parameters.
+        TypeError: a subclass overrides ``forward``, ``backward`` or ``step``.
         SchemaError: the module does not accept the schema's inputs, or returns values that cannot be sent, or has more
             inputs and outputs than a message carries tensors.
 
-    To change the update, override ``apply_gradients``. Source: the expert backends of hivemind (Ryabinin and Gusev,
-    "Towards Crowdsourced Training of Large Neural Networks using Decentralized Mixture-of-Experts", 2020).
+    To change the update, override ``apply_gradients``; nothing else of a backend is called for every request.
+
+    Source: the expert backends of hivemind (Ryabinin and Gusev, "Towards Crowdsourced Training of Large Neural Networks
+    using Decentralized Mixture-of-Experts", 2020).
     """
 
     def __init__(
@@ -141,6 +137,12 @@ class ExpertBackend:
     ) -> None:
         self.uid = check_uid(uid)
         self._output_name = f"{uid}'s output 0"
+        for name in ("forward", "backward", "step"):
+            if getattr(type(self), name) is not getattr(ExpertBackend, name):
+                raise TypeError(
+                    f"{uid}: {type(self).__name__} overrides {name}, which a server does not call for every request; "
+                    "override apply_gradients to change the update, and the module's forward to change its outputs"
+                )
         if gradient_reduction not in ("sum", "mean"):
             raise ValueError(f"gradient_reduction is 'sum' or 'mean', got {gradient_reduction!r}")
         if clip_grad_norm is not None and not clip_grad_norm > 0:
@@ -175,8 +177,6 @@ class ExpertBackend:
         outputs = self._infer_outputs() if outputs_schema is None else outputs_schema
         self.schema = Schema(arguments, keywords, outputs, max_batch_size)
         self.takes_tensor = self.schema.takes_one and not self.schema.pads
-        # Refuse unsendable specs here rather than at the first call.
-        _ = self.schema.packed
         layout = self.schema.output_layout
         backward = [*self.schema.input_layout, *((name, spec) for name, spec in layout if spec.requires_grad)]
         if (parts := max(count_parts(layout), count_parts(backward))) > MOST_TENSORS:
@@ -203,7 +203,7 @@ class ExpertBackend:
 
     def get_info(self) -> ExpertInfo:
         """Return the schemas of the expert's inputs and outputs, and its keyword names, sorted."""
-        return info_of(self.schema)
+        return self.schema.info()
 
     def get_pools(self) -> tuple[TaskPool, ...]:
         """Return the queues of forward and backward, and of sessions' steps if the module makes caches."""
@@ -340,10 +340,12 @@ class ExpertBackend:
         if self.device.type != "cpu":
             self._bring(batch)
         changes, before = self._count_changes(), self._marks
+        # Each task of a batch that fails runs alone, on the state that there was before.
+        alone = batch[0].evaluating or len(batch) == batch[0].requests == 1
         with (
             _evaluating(self.module) if batch[0].evaluating else _as_it_is,
             self._with_mask(batch) if self.schema.pads else _as_it_is,
-            _as_it_is if len(batch) == batch[0].requests == 1 else self._undoing(batch),
+            _as_it_is if alone else self._state.put_back(trained=self._written, if_it_fails=True),
         ):
             if batch[0].tickets if len(batch) == 1 else any(task.tickets for task in batch):
                 outputs = self._keep_forward(batch, changes)
@@ -528,18 +530,16 @@ class ExpertBackend:
         schema = self.schema
         whole = schema.input_nesting.rebuild(leaves)
         args, kwargs = cast(tuple[tuple[object, ...], dict[str, object]], whole)
-        if schema.pads:
-            kwargs["mask"] = self._all_values(leaves) if self._mask is None else self._mask
+        if self._mask is not None:
+            kwargs["mask"] = self._mask
+        elif schema.pads:  # of a request alone
+            shape = _rows_of(leaves), schema.measure(leaves)[1]
+            kwargs["mask"] = torch.ones(shape, dtype=torch.bool, device=self.device)
         if cache is not None:
             kwargs["cache"] = cache
         if copies is None:
             return self.module(*args, **kwargs)
         return torch.func.functional_call(self.module, copies, args, kwargs)
-
-    def _all_values(self, leaves: Sequence[Tensor | None]) -> Tensor:
-        """Return the mask of unpadded inputs."""
-        length = self.schema.measure(leaves)[1]
-        return torch.ones(_rows_of(leaves), length, dtype=torch.bool, device=self.device)
 
     def _place(self, tensor: Tensor | None) -> Tensor | None:
         if tensor is None or tensor.device == self.device:
@@ -615,38 +615,16 @@ class ExpertBackend:
         finally:
             self.changes += self._gradients.stepped
 
-    def _undoing(self, batch: Sequence[Task]) -> AbstractContextManager[None]:
-        """Return a context that undoes what a forward that fails has changed: each of its tasks then runs alone."""
-        if batch[0].evaluating:
-            return _as_it_is
-        return self._state.put_back(trained=self._written, if_it_fails=True)
-
     def _infer_outputs(self) -> Structure:
         """Return the specs of the module's outputs, found by running it on zeros, and twice if input sizes vary."""
         if not any(spec is not None and spec.varying for spec in self.schema.inputs):
             return self._infer_at(0)
-        refused: SchemaError | None = None
-        # Some modules accept only sequences of a minimum length, or of a multiple of some length.
-        for length in _SAMPLE_LENGTHS:
-            try:
-                shorter, longer = self._infer_at(length), self._infer_at(2 * length)
-            except SchemaError as error:
-                refused = refused or error
-                continue
-            return self._merge_inferred(shorter, longer)
-        assert refused is not None
-        raise refused
-
-    def _merge_inferred(self, shorter: Structure, longer: Structure) -> Structure:
+        shorter, longer = self._infer_at(_SAMPLE_LENGTH), self._infer_at(2 * _SAMPLE_LENGTH)
         merged: list[TensorSpec | None] = []
         for a, b in zip(specs_of(shorter), specs_of(longer), strict=True):
-            if a is None and b is None:
+            if a is None or b is None:
                 merged.append(None)
                 continue
-            if a is None or b is None or len(a.shape) != len(b.shape):
-                raise SchemaError(
-                    f"{self.uid}: the module returns {shorter} or {longer}, depending on the length of its input"
-                )
             sizes = [one if one == other else None for one, other in zip(a.shape, b.shape, strict=True)]
             merged.append(TensorSpec(*sizes, dtype=a.dtype, requires_grad=a.requires_grad))
         return Nesting.of(shorter).rebuild(merged)
@@ -665,25 +643,14 @@ class ExpertBackend:
                     modes.enter_context(_evaluating(part))
             leaves = self._as_leaves(zeros)
             try:
-                if any(map(is_lazy, self.module.parameters())):
-                    self._call(leaves)  # with the shapes of its parameters it writes their sizes into attributes
                 modes.enter_context(self._state.put_back(trained=range(sys.maxsize)))
                 outputs = self._call(leaves)
             except Exception as error:
                 raise SchemaError(
                     f"{self.uid}: the module does not accept the inputs of its schema: {type(error).__name__}: {error}"
+                    + (f" (at length {length}; give outputs_schema to try none)" if length else "")
                 ) from error
         return infer_specs(outputs, _SAMPLE_ROWS)
-
-
-def info_of(schema: Schema) -> ExpertInfo:
-    """Return the facts about an expert with this schema."""
-    keywords = dict(schema.keywords)
-    return {
-        "forward_schema": (schema.arguments, keywords),
-        "outputs_schema": schema.outputs,
-        "keyword_names": tuple(sorted(keywords)),
-    }
 
 
 @contextmanager
@@ -847,3 +814,152 @@ _GRAD = attrgetter("grad")
 def _sum(earlier: Tensor, gradient: Tensor) -> Tensor:
     # A sparse one is added to a dense one, not the reverse.
     return gradient + earlier if earlier.is_sparse else earlier + gradient
+
+
+# --- activations kept between forward and backward: the forward's graph, for callers whose backward arrives in time
+#
+# The graph is the batch's, and each request knows its rows of it: its backward can run alone or with others, with zeros
+# for the gradients of the rest. The graph is over copies of the parameters and buffers at that time: what writes to
+# them before the backward would otherwise change the graph's saved tensors. A copy takes no memory until one side is
+# written. Kept rows are bounded; the oldest are evicted first, and their caller sends the inputs again.
+
+
+def copies_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies of a module's parameters, as leaves, and buffers, by name."""
+    copies = {
+        name: copy_on_write(parameter).requires_grad_(parameter.requires_grad)
+        for name, parameter in parameters_here(module).items()
+    }
+    return copies | {name: copy_on_write(buffer) for name, buffer in module.named_buffers()}
+
+
+def take_writes(module: nn.Module, copies: Mapping[str, Tensor], fresh: Mapping[str, Tensor]) -> None:
+    """Write to ``module`` what a forward on ``copies`` has written to them; ``fresh`` are the copies before it."""
+    with torch.no_grad():
+        for name, own in [*parameters_here(module).items(), *module.named_buffers()]:
+            copy = copies[name]
+            if copy is not fresh[name] and not isinstance(own, nn.Parameter):
+                owner, _, last = name.rpartition(".")
+                setattr(module.get_submodule(owner), last, copy_on_write(copy))
+            elif copy.layout is torch.strided and not is_unwritten(copy) and not torch.equal(copy, own):
+                own.copy_(copy)
+
+
+def is_unwritten(tensor: Tensor) -> bool:
+    """Return True if neither ``tensor`` nor its copy on write has been written since."""
+    return tensor.layout is torch.strided and bool(torch._C._is_cow_tensor(tensor))  # type: ignore[attr-defined]
+
+
+def copy_on_write(tensor: Tensor) -> Tensor:
+    """Return a detached copy whose memory is copied when the first of the two is written."""
+    copy = lazy_clone(tensor.detach(), on_cuda=True)
+    return tensor.detach().clone() if copy is None else copy
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptBatch:
+    """A forward's graph: its inputs, those with gradients as leaves, its outputs, the copies of parameters and buffers
+    that it is over, and how often the expert had changed before.
+    """
+
+    leaves: Sequence[Tensor | None]
+    outputs: Sequence[Tensor | None]
+    copies: dict[str, Tensor]
+    rows: int
+    changes: int
+
+    def backward(
+        self, module: nn.Module, parts: Sequence[tuple[KeptRows, Sequence[Tensor | None]]]
+    ) -> tuple[list[Tensor | None], bool]:
+        """Add the gradients of the parameters to theirs in ``module``; return those of the leaves, and whether any
+        output had a gradient.
+
+        Args:
+            module: the expert's.
+            parts: the parts to run back, each with a gradient for each of its outputs, where it has one.
+        """
+        roots: list[Tensor] = []
+        seeds: list[Tensor] = []
+        for index, output in enumerate(self.outputs):
+            mine = [(kept, its[index]) for kept, its in parts if its[index] is not None]
+            if output is None or not output.requires_grad or not mine:
+                continue
+            seed = torch.zeros_like(output)
+            for kept, gradient in mine:
+                assert gradient is not None
+                rows = seed[kept.start : kept.start + kept.rows]
+                rows[tuple(slice(size) for size in gradient.shape)].copy_(gradient, non_blocking=True)
+            roots.append(output)
+            seeds.append(seed)
+        try:
+            if roots:
+                # Other requests of the same graph may still run their backward. On this thread alone: torch's thread of
+                # a device may be waiting for this answer, in this same process. A part of the module that is
+                # checkpointed runs again, from the copies too.
+                with (
+                    torch.autograd.set_multithreading_enabled(False),
+                    _reparametrize_module(module, dict(self.copies), tie_weights=True),
+                ):
+                    torch.autograd.backward(roots, seeds, retain_graph=True)
+            for name, copy in self.copies.items():
+                if copy.grad is not None:
+                    parameter = module.get_parameter(name)
+                    parameter.grad = copy.grad if parameter.grad is None else parameter.grad + copy.grad
+            return [None if leaf is None else leaf.grad for leaf in self.leaves], bool(roots)
+        finally:
+            for tensor in (*self.leaves, *self.copies.values()):
+                if tensor is not None:
+                    tensor.grad = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptRows:
+    """One request's rows of a forward's graph, and its length if the graph is of padded requests."""
+
+    batch: KeptBatch
+    start: int
+    rows: int
+    length: int = 0
+
+
+class KeptActivations:
+    """Activations kept for later backwards, by the callers' tickets.
+
+    >>> kept = KeptActivations(4)
+    >>> batch = KeptBatch([], [], copies_of(nn.Linear(1, 1)), rows=6, changes=0)
+    >>> for start, ticket in enumerate((b"a", b"b", b"c")):
+    ...     kept.put(ticket, KeptRows(batch, 2 * start, rows=2))
+    >>> b"a" in kept, b"c" in kept
+    (False, True)
+
+    Args:
+        rows: the most rows kept.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.budget = rows
+        self._entries: OrderedDict[bytes, KeptRows] = OrderedDict()
+        self._rows = 0
+
+    def __contains__(self, ticket: bytes) -> bool:
+        return ticket in self._entries
+
+    def put(self, ticket: bytes, kept: KeptRows) -> None:
+        """Keep a request's part of a graph, and evict the oldest ones beyond the budget."""
+        self.drop(ticket)
+        if kept.rows > self.budget:
+            return
+        self._entries[ticket] = kept
+        self._rows += kept.rows
+        while self._rows > self.budget:
+            self._rows -= self._entries.popitem(last=False)[1].rows
+
+    def get(self, ticket: bytes) -> KeptRows | None:
+        """Return the activations kept under ``ticket``; ``None`` if they are gone."""
+        return self._entries.get(ticket)
+
+    def drop(self, ticket: bytes) -> None:
+        """Free the activations kept under ``ticket``."""
+        entry = self._entries.pop(ticket, None)
+        if entry is not None:
+            self._rows -= entry.rows

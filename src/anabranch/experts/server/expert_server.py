@@ -161,7 +161,7 @@ class ExpertVerbs:
                 allocate=into,
                 quick=True,
             ),
-            Verb(wire.SESSION_STEP, self._step, check=self._check_step, allocate=into, quick=True),
+            Verb(wire.SESSION_STEP, self._step, check=self._check, allocate=into, quick=True),
             Verb(wire.SESSION_END, self._end_session, quick=True),
         ]
 
@@ -198,7 +198,7 @@ class ExpertVerbs:
             raise AnotherSchema(
                 f"{header.target} has a different schema than the caller expects; request its info again"
             )
-        message: wire.ForwardHeader | wire.BackwardHeader | None = None
+        message: wire.ForwardHeader | wire.BackwardHeader | wire.StepHeader
         if header.verb == wire.FORWARD:
             message = unpack(header.payload, wire.ForwardHeader)
             pool, layout = backend.forward_pool, schema.input_layout
@@ -206,26 +206,17 @@ class ExpertVerbs:
             message = unpack(header.payload, wire.BackwardHeader)
             pool, layout = backend.backward_pool, wire.backward_layout(schema, message)
         else:
+            message = unpack(header.payload, wire.StepHeader)
             pool, layout = _session_pool(backend), schema.input_layout
         rows, nbytes = wire.check_parts(layout, header), 0
-        if message is not None and (len(message.parts) > 1 or message.parts[0].rows != rows):
-            wire.check_rows(message.parts, rows, pool.max_batch_size)
+        parts = () if isinstance(message, wire.StepHeader) else message.parts
+        if parts and (len(parts) > 1 or parts[0].rows != rows):
+            wire.check_rows(parts, rows, pool.max_batch_size)
         if pool.counts.waiting_tasks or pool.closed:
             for tensor in header.tensors:
                 nbytes += tensor.nbytes
             pool.check_room(rows, nbytes)
         return Checked(message)
-
-    def _check_step(self, header: RequestHeader) -> Checked:
-        """Refuse a step as ``_check`` does; first one of a session that is gone: a restarted server may also have
-        another schema.
-        """
-        backend = self._find(header.target)
-        step = unpack(header.payload, wire.StepHeader)
-        if step.number:
-            self._sessions.find(step, backend)
-        self._check(header)
-        return Checked(step)
 
     def _refuse_not_finite(self, call: Call, name: str, requests: int = 1, hint: str = "") -> None:
         """Refuse a request with a tensor that is not finite, and count it; of several each is to come alone."""
@@ -252,11 +243,7 @@ class ExpertVerbs:
         # A request that is split has no single graph.
         keeps = bool(parts[0].ticket) and rows <= most and 0 < min(parts).rows <= backend.kept.budget
         if not rows:  # the module knows the sizes of its outputs
-            inputs = [
-                None if tensor is None or spec is None else spec.zeros(1, spec.sizes_of(tensor.shape))
-                for tensor, spec in zip(inputs, schema.inputs, strict=True)
-            ]
-            evaluating = True
+            inputs, evaluating = schema.row_of_zeros(inputs), True
 
         def finish(outcome: Sequence[Tensor | None] | BaseException) -> None:
             if isinstance(outcome, BaseException):
@@ -447,8 +434,6 @@ class ExpertServer:
             self._backends[backend.uid] = backend.to(device) if device is not None else backend
         if not self._backends:
             raise ValueError("a server without experts has nothing to serve; give it backends")
-        if not 0 < ttl < float("inf"):
-            raise ValueError(f"ttl is a finite number of seconds above 0, got {ttl!r}")
         self._directory = (
             None if directory is None else as_directory(directory, role="experts", keys=keys, insecure=insecure)
         )
@@ -480,10 +465,6 @@ class ExpertServer:
             facts=self._verbs.facts,
         )
         self._stack = ExitStack()
-
-    def __repr__(self) -> str:
-        """Return where it listens."""
-        return f"ExpertServer({self.endpoint!r})"
 
     @property
     def endpoint(self) -> str:

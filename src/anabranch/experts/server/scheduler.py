@@ -30,7 +30,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from functools import partial
 from heapq import heapify, heappop, heappush
@@ -371,9 +371,9 @@ class TaskPool:
         """Queue ``task``, split if it is larger than a batch.
 
         Returns:
-            A future of the outputs; it fails as the batch does. Cancelling it withdraws the task, or returns False if
-            its batch has begun; a task that is ``unwanted`` cancels it. ``task.finish`` is called too. The task's
-            deadline is checked when its batch is due: without a ``timeout``, give ``result`` one.
+            A future of the outputs; it fails as the batch does. Cancelling it withdraws the task if its batch has not
+            begun; a task that is ``unwanted`` cancels it. ``task.finish`` is called too. The task's deadline is checked
+            when its batch is due: without a ``timeout``, give ``result`` one.
 
         Raises:
             Overloaded: there is no room.
@@ -385,21 +385,11 @@ class TaskPool:
             self.scheduler.changed.notify_all()
         return future
 
-    def share(self, scheduler: _Scheduler) -> None:
-        """Wait in ``scheduler`` from now on, with what waits already."""
-        with self.scheduler.lock:
-            scheduler.queues |= {key: queue for key, queue in self.scheduler.queues.items() if queue.pool is self}
-        self.scheduler = scheduler
-
     def take_batch(self) -> list[Task]:
         """Return the tasks of the next batch, in order; it need not be due."""
         with self.scheduler.lock:
             queue = self.scheduler.most_urgent(time.monotonic(), self) or self.scheduler.most_urgent(float("inf"), self)
             return [] if queue is None else self.scheduler.take(queue)
-
-    def open(self) -> None:
-        """Accept tasks, also after ``close``: a backend may be served again."""
-        self.closed = False
 
     def close(self) -> None:
         """Refuse further tasks and fail those that wait."""
@@ -415,8 +405,6 @@ class TaskPool:
         """Run a batch and answer its tasks; if it fails, each is run alone, so that only the faulty one fails; of one
         that is several requests, each is to come again alone.
         """
-        if not batch:
-            return
         if batch[0].rows > self.max_batch_size:
             for part in _split(batch[0], self.max_batch_size, whole=True):
                 if not part.unwanted():
@@ -483,7 +471,8 @@ class Runtime:
         self._pools = list(pools)
         self._scheduler = _Scheduler()
         for pool in self._pools:
-            pool.share(self._scheduler)
+            assert not pool.counts.waiting_tasks, "tasks are queued once the pool has its thread"
+            pool.scheduler = self._scheduler
         self._name = f"anabranch-{name}"
         self._stopped = False
         self._threads = torch.get_num_threads()
@@ -497,19 +486,16 @@ class Runtime:
 
     def __enter__(self) -> Runtime:
         for pool in self._pools:
-            pool.open()
+            pool.closed = False  # a backend may be served again
         self._threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __contains__(self, pool: TaskPool) -> bool:
         return pool.scheduler is self._scheduler
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """End the thread after the running batch, for which it waits at most ten seconds."""
         with self._scheduler.lock:
             self._stopped = True
@@ -690,11 +676,7 @@ def _future_of(task: Task) -> Future[Sequence[Tensor | None]]:
         finish(outcome)
 
     def is_unwanted() -> bool:
-        # Called again for each part of a split task, whose first part may have run.
-        if unwanted() and not future.cancel():
-            with suppress(InvalidStateError):
-                future.set_exception(CancelledError())
-        return future.done() or not (future.running() or future.set_running_or_notify_cancel())
+        return future.cancelled() or (unwanted() and future.cancel())
 
     task.finish, task.unwanted = settle, is_unwanted
     return future

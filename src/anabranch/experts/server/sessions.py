@@ -126,9 +126,6 @@ class Sessions:
         # A lower bound of all expiries, not the exact minimum, because every step extends one.
         self._sweep_at = float("inf")
 
-    def __len__(self) -> int:
-        return len(self._open)
-
     def sweep(self) -> None:
         """Free the expired sessions; requests do so, too."""
         with self._lock:
@@ -141,11 +138,6 @@ class Sessions:
                 self._drop(key, "the session's server was stopped")
 
     # --- on the thread that reads
-
-    def find(self, header: StepHeader, backend: ExpertBackend) -> None:
-        """Raise ``SessionGone`` if the session of a step has ended."""
-        with self._lock:
-            self._find(header, backend)
 
     def check(self, step: Step, backend: ExpertBackend, deadline: Deadline) -> None:
         """Refuse a step that cannot be taken now; keep its session while the step waits, even longer than its ttl.
