@@ -43,6 +43,15 @@ def test_a_wrong_prefix_is_named_with_what_the_directory_has(remote: bool) -> No
             lenient(torch.ones(1, 4))
 
 
+def test_a_directory_over_tcp_without_keys_is_refused_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ANABRANCH_KEYS", raising=False)
+    with pytest.raises(ValueError, match=r"tcp://names:7000 is reached over TCP.*keys=DIR"):
+        Directory("tcp://names:7000")
+    with pytest.raises(ValueError, match="keys=DIR"):
+        RemoteMixtureOfExperts(4, [2], "tcp://names:7000", "ffn")
+    Directory("tcp://names:7000", insecure=True)
+
+
 @pytest.mark.parametrize("least", [1, 2])
 @pytest.mark.parametrize("withdrawn", [False, True])
 def test_a_forward_waits_for_experts_that_are_gone_and_says_so_once(

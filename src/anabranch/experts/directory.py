@@ -36,9 +36,9 @@ from anabranch.transport.announcements import (
     portions,
     prefixes_of,
 )
-from anabranch.transport.certificates import EVERY_JOB
+from anabranch.transport.certificates import EVERY_JOB, resolve_keys
 from anabranch.transport.client import ModuleClient
-from anabranch.transport.endpoints import parse_endpoint
+from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint
 from anabranch.transport.redis_directory import RedisDirectory, is_redis_url, shown_url
 
 _SERVICES = frozenset({"experts"})
@@ -192,7 +192,12 @@ class Directory:
         if endpoint is not None and is_redis_url(endpoint):
             raise ValueError(f"{shown_url(endpoint)} is a Redis server; use anabranch.RedisDirectory(url)")
         if endpoint is not None:
-            parse_endpoint(endpoint)
+            secured = client is not None or insecure or resolve_keys(keys) is not None
+            if isinstance(parse_endpoint(endpoint), TcpEndpoint) and not secured:
+                raise ValueError(
+                    f"{endpoint} is reached over TCP, which takes certificates: give keys=DIR, as `anabranch keys DIR` "
+                    "makes it, or set ANABRANCH_KEYS; on a network that you trust insecure=True"
+                )
         self.endpoint = endpoint
         self._timeout = timeout
         self._within: Deadline | None = None
