@@ -57,8 +57,10 @@ def test_the_second_run_sends_no_request() -> None:
     with answers.replayed():
         assert torch.equal(far(1.0)(), first)
     assert asked == [2.0]
-    with pytest.raises(AnswersDiffer), answers.replayed():
+    with pytest.raises(AnswersDiffer, match="different"), answers.replayed():
         far(3.0)()
+    with pytest.raises(AnswersDiffer, match="fewer"), answers.replayed():
+        pass
 
 
 def test_crossings_of_another_thread_are_not_part_of_it() -> None:

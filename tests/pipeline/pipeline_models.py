@@ -49,6 +49,24 @@ def popping(name: str, join: Callable[[Tensor, Structure], Tensor]) -> nn.Module
     return Pops(join)
 
 
+@skippable(stash=["second"])
+class StashSecond(nn.Module):
+    """Stashes its second input, and returns the sum of both."""
+
+    def forward(self, x: Tensor, y: Tensor):
+        yield stash("second", (y, None))
+        return x + y
+
+
+@skippable(pop=["second"])
+class PopSecond(nn.Module):
+    """Takes a further input by its name."""
+
+    def forward(self, x: Tensor, factor: Tensor):
+        y, _ = yield pop("second")
+        return x * factor + y
+
+
 def stash_same() -> nn.Module:
     """Hands out what it returns."""
     return stashing("same", lambda x: (x, x))

@@ -467,7 +467,6 @@ def changed_code(change: Change) -> None:
                 change(one, patch)
             if ALONE:
                 assert close(pipe(x), plain(x))
-                assert close(parts(x), plain(x))
             result = pipe.step(x, target=None, loss=mean_square)
             expected = mean_square(plain(x), None)
             expected.backward()
@@ -719,7 +718,6 @@ def mistakes() -> None:
     for arguments, message in (
         ({"balance": [LAYERS]}, "need 1 ranks, but the process group has"),
         ({"devices": ["cpu"] * (WORLD + 1)}, "name one for each rank"),
-        ({"heartbeat": 0.0}, "heartbeat is a number of seconds above 0, got 0.0"),
     ):
         refused(partial(make, skipping_model(), **arguments), message)
     usual = balance_for("1F1B")

@@ -27,14 +27,12 @@ from anabranch.pipeline import (
     save_picture,
     simulate,
 )
+from anabranch.pipeline.schedule import PHASES
 from anabranch.pipeline.stage import balance
 from anabranch.pipeline.stage.balance import _cut
 from anabranch.record.fault_points import on_fault_point
 from anabranch.record.spans import Span, heard
 from anabranch.testing import FakeClock
-
-PHASES = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weight", Kind.R: "recompute"}
-
 
 _clock = FakeClock()
 
@@ -142,14 +140,6 @@ def test_a_pipe_balances_itself_from_a_sample(by: str):
 def test_a_balance_that_cannot_be_found_is_refused(arguments: dict, message: str):
     with pytest.raises(ValueError, match=message):
         Pipe(skipping_model(), **arguments)
-
-
-def test_balance_counts_children_or_the_layers_inside_them():
-    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-    by_child = [[layer.name for layer in stage.layers] for stage in Pipe(model, [1, 1])._stages]
-    by_layer = [[layer.name for layer in stage.layers] for stage in Pipe(model, [1, 3])._stages]
-    assert by_child == [["0.0", "0.1"], ["1.0", "1.1"]]
-    assert by_layer == [["0.0"], ["0.1", "1.0", "1.1"]]
 
 
 def test_a_pipe_refuses_skips_that_do_not_match():

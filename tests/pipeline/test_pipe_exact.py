@@ -57,19 +57,6 @@ def test_backward_twice_with_retain_graph(schedule: str, checkpoint: str):
     assert_same_gradients(pipe, plain)
 
 
-def test_a_hook_on_a_parameter_fires_once_with_the_whole_gradient():
-    model = skipping_model()
-    seen = []
-    model[0].weight.register_hook(lambda grad: seen.append(grad) or grad * 2)
-    x, target = torch.randn(2, 4, 5, dtype=torch.float64)
-    with Pipe(model, [6, 5], chunks=4) as pipe:
-        pipe.step(x, target, loss=F.mse_loss)
-        assert len(seen) == 1
-        assert torch.equal(model[0].weight.grad, 2 * seen[0])
-        pipe(x).sum().backward()
-        assert len(seen) == 2
-
-
 def test_frozen_parameters_and_inputs_give_an_output_without_graph():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).requires_grad_(False)
     with Pipe(model, [1, 1], chunks=2) as pipe:

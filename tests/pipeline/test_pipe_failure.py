@@ -187,10 +187,16 @@ def test_a_call_past_its_deadline_ends_with_an_error_that_says_so(stuck: int, me
         ({"schedule": None}, TypeError, "schedule is a name or a Schedule from make_schedule, got None"),
         ({"schedule": make_schedule("GPipe", 3, 2)}, ValueError, "for 3 stages, but the balance makes 2"),
         (
+            {"schedule": make_schedule("GPipe", 2, 2).recomputing({(1, 0)})},
+            ValueError,
+            r"has R1.0, but .* checkpoint= names; make the schedule without R actions",
+        ),
+        (
             {"schedule": "Interleaved1F1B", "devices": ["cpu"] * 3},
             ValueError,
             r"2 is not a multiple of 3 ranks; use one",
         ),
+        ({"timeout": 0}, ValueError, "timeout is a finite number of seconds above 0, got 0"),
         ({"seed": "abc"}, TypeError, "seed is a whole number, got 'abc'"),
         ({"process_group": -100}, ValueError, "this process is not a rank of process_group="),
         ({"module": nn.Linear(2, 2)}, TypeError, "splits a nn.Sequential, got Linear"),

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import pytest
 import torch
 import torch.nn.functional as F
-from pipeline_models import Computes, assert_same_gradients, close, reference
+from pipeline_models import Computes, PopSecond, StashSecond, assert_same_gradients, close, reference
 from torch import Tensor, nn
 
-from anabranch import Executor, TrainStep, pop, skippable, stash
+from anabranch import Executor, TrainStep
 from anabranch.pipeline import NoChunk, Pipe, is_recomputing
 
 
@@ -116,19 +116,7 @@ def test_all_inputs_by_name_and_a_target_that_is_whole():
 
 
 def test_keywords_beside_skips():
-    @skippable(stash=["long"])
-    class Stash(nn.Module):
-        def forward(self, x: Tensor, y: Tensor):
-            yield stash("long", (y, None))
-            return x + y
-
-    @skippable(pop=["long"])
-    class Pop(nn.Module):
-        def forward(self, x: Tensor, factor: Tensor):
-            y, _ = yield pop("long")
-            return x * factor + y
-
-    model = nn.Sequential(Stash(), nn.Linear(3, 3), Pop()).double()
+    model = nn.Sequential(StashSecond(), nn.Linear(3, 3), PopSecond()).double()
     x, y, factor = torch.randn(3, 4, 3, dtype=torch.float64)
     ours, theirs = trained(y, factor), trained(y, factor)
     with Pipe(model, [1, 1, 1], chunks=3, checkpoint="always") as pipe:
@@ -154,6 +142,7 @@ def test_keywords_beside_skips():
         (lambda pipe, x: pipe(), ValueError, "have no rows"),
         (lambda pipe, x: pipe.step(loss=F.mse_loss), ValueError, "have no rows"),
         (lambda pipe, x: pipe.step(x, loss=torch.sum, reduction="sum", rows=len), ValueError, "rows= weighs the means"),
+        (lambda pipe, x: pipe.step(x, loss=torch.sum, reduction="max"), ValueError, "reduction is 'mean' or 'sum'"),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(call, error: type[Exception], message: str):
@@ -192,6 +181,7 @@ def test_a_pipe_has_its_layers_balance_and_devices_as_attributes():
     assert pipe[0] is model[0]
     assert pipe[-1] is model[2]
     assert pipe.balance == [1, 3]
+    assert Pipe(model, [2, 2]).balance == [2, 2], "a balance counts children, or the layers inside them"
     assert pipe.devices == [torch.device("cpu")] * 2
     with pytest.raises(IndexError):
         pipe[4]

@@ -36,15 +36,6 @@ from covering import pairwise
 from waiting import wait_until
 
 
-def test_evaluation_uses_and_keeps_the_running_statistics():
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4)).double().eval()
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    x = torch.randn(6, 4, dtype=torch.float64)
-    with Pipe(model, [2, 2], chunks=3) as pipe:
-        assert close(pipe(x), model(x))
-    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
-
-
 @pytest.mark.parametrize(
     ("momentum", "rows", "checkpoint", "schedule"),
     pairwise((0.1, None), (8, 7), ("always", "never"), ("GPipe", "Interleaved1F1B", "ZBV")),

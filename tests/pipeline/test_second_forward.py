@@ -191,28 +191,7 @@ def test_frozen_weights_that_no_forward_changes_are_not_copied():
     assert len(layer.seen) == 6
 
 
-class Codebook(nn.Module):
-    """Vector quantisation whose codes, frozen parameters, follow what was assigned to them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode = nn.Linear(3, 3).double()
-        self.codes = nn.Parameter(torch.randn(4, 3, dtype=torch.float64), requires_grad=False)
-        self.sizes = nn.Parameter(torch.ones(4, dtype=torch.float64), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.encode(x)
-        nearest = torch.cdist(z.detach(), self.codes).argmin(1)
-        q = self.codes[nearest]
-        with torch.no_grad():
-            chosen = F.one_hot(nearest, 4).double()
-            self.sizes.mul_(0.9).add_(chosen.sum(0), alpha=0.1)
-            self.codes.data.lerp_((chosen.t() @ z) / self.sizes[:, None], 0.3)
-        return (z + (q - z).detach()) * z
-
-
 MODULES: dict[str, Callable[[], nn.Module]] = {
-    "codebook": Codebook,
     "spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(3, 3).double()),
     "parametrized spectral_norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3).double()),
     "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3).double()),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anabranch import Namespace, SkipError, pop, skippable, stash, verify_skippables
+from anabranch import Namespace, Pipe, SkipError, pop, skippable, stash, verify_skippables
 from anabranch.pipeline.stage.skips import SkipStore, using_store
 
 
@@ -154,6 +154,19 @@ def test_misuse_in_forward_names_module_and_skip(stashes: tuple, pops: tuple, co
 
     with pytest.raises((RuntimeError, TypeError), match=f"Misused.*{message}"):
         Misused()(torch.zeros(1))
+
+
+def test_a_skip_that_was_not_stashed_is_named_by_the_stage_that_is_to_send_it():
+    class Passes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Stash()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    with Pipe(nn.Sequential(Passes(), Pop()), [1, 1]) as pipe, pytest.raises(RuntimeError, match="stage 0 .* skip 'a'"):
+        pipe(torch.ones(2, 1))
 
 
 def test_a_popped_value_is_no_longer_in_memory():

@@ -8,12 +8,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from pipeline_models import Computes, assert_same_buffers, assert_same_gradients, close, reference
+from pipeline_models import (
+    Computes,
+    PopSecond,
+    StashSecond,
+    assert_same_buffers,
+    assert_same_gradients,
+    close,
+    reference,
+)
 from split_models import Images, Language
 from torch import Tensor, nn
 from torch.utils import checkpoint as recomputation
 
-from anabranch import pop, skippable, stash
 from anabranch.errors import CaptureError
 from anabranch.pipeline import NoChunk, Pipe, split
 
@@ -71,7 +78,6 @@ def test_a_split_model_is_the_model(schedule: str, checkpoint: str, at: list[str
             assert all(close(one.grad, other.grad) for one, other in zip(ours, theirs, strict=True))
             with torch.no_grad():
                 assert close(pipe(IDS[:1], scale=2.0)["logits"], plain(IDS[:1], scale=2.0)["logits"])
-    assert close(parts(IDS, MASK)["logits"], plain(IDS, MASK)["logits"]), "and without a pipe"
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
@@ -137,8 +143,10 @@ def test_modules_are_in_the_parts_in_which_an_example_or_the_names_have_them():
     reversed_names = Wraps(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     reversed_names._modules = dict(reversed(reversed_names._modules.items()))
     with pytest.raises(CaptureError, match="'a' is used by part 0, but it is in part 1; split the model with example="):
-        split(reversed_names, ["b"])(x)
-    torch.testing.assert_close(split(reversed_names, ["b"], example=x)(x), reversed_names(x))
+        Pipe(split(reversed_names, ["b"]), [1, 1])(x)
+    parts = split(reversed_names, ["b"], example=x)
+    torch.testing.assert_close(Pipe(parts, [1, 1])(x), reversed_names(x))
+    torch.testing.assert_close(parts(x), reversed_names(x))
 
 
 def test_modes_between_modules_are_those_of_the_model():
@@ -274,24 +282,13 @@ def test_an_example_tells_which_part_uses_a_tensor_of_the_model_itself():
 
 
 def test_skips_and_keywords_beside_the_parts():
-    @skippable(stash=["long"])
-    class Stash(nn.Module):
-        def forward(self, x: Tensor):
-            yield stash("long", x.sin())
-            return x
-
-    @skippable(pop=["long"])
-    class Pop(nn.Module):
-        def forward(self, x: Tensor, factor: Tensor):
-            return x + (yield pop("long")) * factor
-
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.pop, self.stash, self.middle = Pop(), Stash(), nn.Linear(3, 3)
+            self.pop, self.stash, self.middle = PopSecond(), StashSecond(), nn.Linear(3, 3)
 
         def forward(self, x: Tensor, factor: Tensor) -> Tensor:
-            return self.pop(self.middle(self.stash(x)), factor)
+            return self.pop(self.middle(self.stash(x, x.sin())), factor)
 
     x, factor = torch.randn(2, 5, 3, dtype=torch.float64)
     assert_splits_alike(Model().double(), ["middle", "pop"], x, factor, example=(x, factor), checkpoint="always")
@@ -318,6 +315,7 @@ class Frame(nn.Module):
 
 
 OUTSIDE, STATE = torch.zeros(3), torch.get_rng_state()
+TRAINED = torch.ones(4, requires_grad=True)
 
 
 def with_other_parameters(model: nn.Module, x: Tensor) -> Tensor:
@@ -358,6 +356,7 @@ BETWEEN: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], str]] = {
         lambda m, x: recomputation.checkpoint(m.c, x, use_reentrant=True), f"{LINE} calls CheckpointFunction.apply",
     ),
     "a closure": (lambda m, x: m.c(x, lambda y: m.c(y)), f"{LINE} passes a function to"),
+    "a trained tensor": (lambda m, x: x * TRAINED, f"{LINE} trains a tensor that is not a parameter"),
     "vmap": (lambda m, x: torch.vmap(torch.sin)(x), f"{LINE} runs inside a torch.func transform"),
     "functional_call": (with_other_parameters, r"'c' sets its attribute 'weight'.*glue="),
     "an attribute of a layer for one call": (with_an_attribute, "'c' sets its attribute 'scale'"),
@@ -406,6 +405,13 @@ def test_names_that_begin_no_stage_are_refused(model: nn.Module, at: list[str], 
 def test_a_module_called_in_two_parts_is_refused():
     with pytest.raises(CaptureError, match=r"'a' is called by the parts \[0, 1\]"):
         split(Frame(lambda m, x: m.a(m.c(x))), ["c"], example=torch.randn(4, 4))
+    model = Frame(lambda m, x: m.two[0](m.c(m.two(x))))
+    model.two = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(CaptureError, match=r"'two.0' is called by the parts \[1\], but 'two', which contains it"):
+        split(model, ["c"], example=torch.randn(4, 4))
+    model.between = lambda m, x: m.c(m.two[0](m.two(x)))
+    x = torch.randn(4, 4, dtype=torch.float64)
+    assert_splits_alike(model.double(), ["c"], x, example=x)
     with pytest.raises(TypeError, match="at='h.1' is not a list"):
         split(Language(), "h.1")
 
@@ -416,6 +422,21 @@ def test_a_module_around_a_cut_has_no_hooks():
     with pytest.raises(CaptureError, match=r"'h.1' has hooks"):
         split(model, ["h.1.mlp"], example=IDS)
     split(model, ["h.1"], example=IDS)
+
+
+def test_a_child_called_model_is_found_by_its_name():
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Wraps(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.model(x)
+
+    whole = Whole()
+    parts = split(whole, ["model.b"])
+    for one in (parts, Pipe(parts, [1, 1]), parts[1]):
+        assert one.get_submodule("model.b") is whole.model.b
 
 
 def test_a_module_reached_by_a_closure_is_the_models():
@@ -442,11 +463,11 @@ def test_a_call_with_another_control_flow_than_the_example_is_refused():
             x = self.a(self.b(x)) if late else self.b(self.a(x))
             return x @ self.a.weight if weight else x
 
-    parts = split(Either(), ["b"], example=torch.zeros(1, 2))
+    pipe = Pipe(split(Either(), ["b"], example=torch.zeros(1, 2)), [1, 1])
     with pytest.raises(CaptureError, match="'a' is used by part 1, but it is in part 0"):
-        parts(torch.zeros(1, 2), late=True)
+        pipe(torch.zeros(1, 2), late=True)
     with pytest.raises(CaptureError, match=r"a.weight is used by part 1, but it is in part 0"):
-        parts(torch.zeros(1, 2), weight=True)
+        pipe(torch.zeros(1, 2), weight=True)
 
 
 def test_views_that_part_at_a_cut_are_not_changed_in_place_after_it():
@@ -464,10 +485,8 @@ def test_views_that_part_at_a_cut_are_not_changed_in_place_after_it():
 
     model = Views()
     parts = split(model, ["b"], example=torch.zeros(2, 4))
-    x = torch.randn(2, 4)
-    torch.testing.assert_close(parts(x), model(x))
     with Pipe(parts, [1, 1]) as pipe, pytest.raises(RuntimeError, match="changes its input in place, which is also"):
-        pipe(x)
+        pipe(torch.randn(2, 4))
 
 
 def test_a_copy_of_the_parts_is_an_independent_model():
@@ -476,8 +495,8 @@ def test_a_copy_of_the_parts_is_an_independent_model():
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.zero_()
-    assert not other(IDS)["logits"].any()
-    assert parts(IDS)["logits"].any()
+    assert not Pipe(other, [1, 1])(IDS)["logits"].any()
+    assert Pipe(parts, [1, 1])(IDS)["logits"].any()
     assert Pipe(parts, "size", ["cpu", "cpu"], sample=IDS).balance == [1, 1]
 
 

@@ -263,7 +263,7 @@ class GradManager(sessions.Session):
                 return value
             if not _is_future(value):
                 raise TypeError(f"a callback returns a tensor, a future or None, got {value!r}")
-            return _result_of(value, deadline, peer="a callback's future", operation="GradManager.backward")
+            return _result_of(value, deadline)
 
         return [*map(resolved, self._sweep.values)]
 
@@ -349,11 +349,11 @@ def _is_future(value: object) -> TypeGuard[GradientFuture]:
     return isinstance(value, concurrent.futures.Future | torch._C.Future)
 
 
-def _result_of(future: GradientFuture, deadline: Deadline, *, peer: str, operation: str) -> Tensor:
-    """Return the future's result, or ``DeadlineExceeded`` naming ``peer`` when the deadline comes first."""
+def _result_of(future: GradientFuture, deadline: Deadline) -> Tensor:
+    """Return the future's result; raise ``DeadlineExceeded`` when the deadline comes first."""
     pause = 1e-5  # torch's futures have no timeout
     while not future.done():
-        deadline.check(peer=peer, operation=operation)
+        deadline.check(peer="a callback's future", operation="GradManager.backward")
         time.sleep(pause)
         pause = min(2 * pause, 1e-3)
     if isinstance(future, concurrent.futures.Future):

@@ -48,7 +48,6 @@ class Tape:
 
     def __init__(self) -> None:
         self._cells: list[weakref.ref[_Cell]] = []
-        self._prune_at = 4096
 
     def hooks(self) -> saved_tensors_hooks:
         """Return a context in which the operations of this thread save into the tape."""
@@ -56,11 +55,7 @@ class Tape:
 
     def _pack(self, tensor: Tensor) -> _Cell:
         cell = _Cell((tensor, tensor._version))
-        cells = self._cells
-        cells.append(_weakly(cell))
-        if len(cells) > self._prune_at:
-            self._cells = [reference for reference in cells if reference() is not None]
-            self._prune_at = max(4096, 2 * len(self._cells))
+        self._cells.append(_weakly(cell))
         return cell
 
     def hold(self, value: object) -> list[object]:

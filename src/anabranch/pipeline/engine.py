@@ -205,7 +205,7 @@ class StageEngine:
     def _wait(self, ready: Callable[[], bool], what: str, ranks: Sequence[int]) -> None:
         """Wait for ``ready()``, which looks at the inbox; other processes' ``ranks`` are waited for."""
         assert self._connection is not None
-        inbox = self._inbox
+        inbox, names = self._inbox, self._connection.names
 
         def ended() -> bool:
             return ready() or bool(inbox.fault or inbox.lost or inbox.other_operation)
@@ -218,18 +218,14 @@ class StageEngine:
                 if inbox.fault:
                     raise Aborted
                 if inbox.other_operation is not None:
-                    raise self._out_of_order(*inbox.other_operation)
+                    peer, theirs = inbox.other_operation
+                    raise RuntimeError(
+                        f"rank {names[self.rank]} runs the pipe's {self._operation} while rank {names[peer]} runs its "
+                        f"{theirs}; every rank makes the same calls in the same order"
+                    )
             return False
 
         self._connection.wait(done, f"pipeline {self._operation} {what}", self._deadline, ranks, self._step)
-
-    def _out_of_order(self, peer: int, theirs: str) -> RuntimeError:
-        assert self._connection is not None
-        here, there = self._connection.names[self.rank], self._connection.names[peer]
-        return RuntimeError(
-            f"rank {here} runs the pipe's {self._operation} while rank {there} runs its {theirs}; every rank makes the "
-            "same calls in the same order"
-        )
 
     # What all ranks know.
 
@@ -249,8 +245,6 @@ class StageEngine:
 
     def spread(self, value: Structure, source: int, name: str = "output") -> Structure:
         """Return the value that rank ``source`` gives, on every rank; tensors come without a graph."""
-        if self._connection is None:
-            return value
         peers = self._peers if self.rank == source else []
         return self._exchanged(name, value, peers, [source])[0]
 

@@ -50,9 +50,6 @@ class NoChunk:
     def __init__(self, value: Structure) -> None:
         self.value = value
 
-    def __repr__(self) -> str:
-        return f"NoChunk({self.value!r})"
-
 
 def open_whole(batch: Structure) -> tuple[Structure, list[bool]]:
     """Return ``batch`` without its ``NoChunk``, and for each leaf whether every microbatch gets it whole."""

@@ -22,6 +22,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.choices import choice
+from anabranch.deadline import check_seconds
 from anabranch.job import job
 from anabranch.pipeline.engine import StageEngine
 from anabranch.pipeline.links.connection import Facts, RankConnection
@@ -178,6 +179,7 @@ class Pipe(nn.Module):
         shared_memory: bool = True,
     ) -> None:
         super().__init__()
+        check_seconds(timeout=timeout, heartbeat=heartbeat)
         if process_group is None and _count_workers() > 1:
             raise ValueError(
                 f"process_group=None in a job of {_count_workers()} workers, each of which would train alone: "
@@ -201,11 +203,11 @@ class Pipe(nn.Module):
         rank = None if process_group is None else dist.get_rank(process_group)
         self._here = [j for j in range(len(split)) if rank in (None, rank_of[j])]
         self._stages = place_stages(split, rank_of, devices, self._here)
-        self._source = module.source if isinstance(module, SplitModel) else None
+        self._source = module.split_source if isinstance(module, SplitModel) else None
         self.process_group = process_group
         self.submodules = frozenset(name for name, _ in module.named_modules() if name)
         self._adopt(module if process_group is None else part_of(module, [split[j] for j in self._here]))
-        roots: list[nn.Module] = [module, module.model if isinstance(module, PartedModel) else module, self.module]
+        roots: list[nn.Module] = [module, module.unsplit if isinstance(module, PartedModel) else module, self.module]
         self._roots = list(dict.fromkeys(roots))
         self._inside = {child for layer in layers for child in layer.module.modules()}.intersection(module.modules())
         here = set(self.parameters())
@@ -407,7 +409,7 @@ class Pipe(nn.Module):
                 yield
             except BaseException:
                 if self._source is not None:
-                    self._source.forget_forms()
+                    self._source.forms.clear()  # one of them may be another's now
                 raise
 
     def _call(

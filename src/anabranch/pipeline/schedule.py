@@ -40,18 +40,16 @@ from anabranch.choices import choice
 
 
 class Kind(StrEnum):
-    """The kinds of action on a stage and microbatch; of sends, which follow from them, ``simulate`` takes the costs.
+    """The kinds of action on a stage and microbatch.
 
-    >>> Kind.F.value, Kind.SEND_F.value
-    ('F', 'SF')
+    >>> Kind.F.value
+    'F'
     """
 
     F = "F"  # forward
     B = "B"  # backward: of inputs and weights at once, or of the inputs alone where the schedule splits it
     W = "W"  # backward of the weights, where the schedule splits it
     R = "R"  # forward again, for a stage and microbatch that kept no activations
-    SEND_F = "SF"  # an output, to the next stage
-    SEND_B = "SB"  # its gradient, back
 
 
 class Action(NamedTuple):
@@ -89,7 +87,6 @@ class Interval:
 
 _FROM = {Kind.F: -1, Kind.B: 1}
 """The neighbour, by the distance of its number, whose result an action starts from."""
-_SENDS = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B}
 
 
 class SimulatedRun:
@@ -104,7 +101,7 @@ class SimulatedRun:
 
     Args:
         actions: of each rank.
-        cost: the time of an action; of one that sends, the time until it arrives.
+        cost: the time of an action.
 
     Attributes:
         times: the time at which each rank was done.
@@ -130,8 +127,7 @@ class SimulatedRun:
                         start = max(start, arrivals[source])
                     self.times[rank] = end = start + cost(action)
                     self.intervals[rank].append(Interval(action, start, end))
-                    if kind in _SENDS:
-                        arrivals[action] = end + cost(Action(_SENDS[kind], stage, i))
+                    arrivals[action] = end
                     waiting.popleft()
                     moves = True
         self.stuck = [f"rank {rank} at {waiting[0]}" for rank, waiting in enumerate(todo) if waiting]
@@ -186,7 +182,7 @@ class Schedule:
         return any(action.kind is Kind.W for action in chain.from_iterable(self.actions))
 
     def recomputing(self, those: Collection[tuple[int, int]]) -> Schedule:
-        """Return the schedule in which ``those`` (stage, microbatch) run forward again before backward, and no others.
+        """Return the schedule in which ``those`` (stage, microbatch) run forward again before backward.
 
         They do so ahead of the wait for the gradient, which has arrived by the time that it is done.
         """
@@ -194,8 +190,7 @@ class Schedule:
         def again(action: Action) -> Iterator[Action]:
             if action.kind is Kind.B and action[1:] in those:
                 yield action._replace(kind=Kind.R)
-            if action.kind is not Kind.R:
-                yield action
+            yield action
 
         actions = tuple(tuple(chain.from_iterable(map(again, actions))) for actions in self.actions)
         return replace(self, actions=actions)
@@ -227,8 +222,6 @@ def _faults(schedule: Schedule) -> Iterator[str]:
             if not (0 <= action.stage < schedule.stages and 0 <= action.microbatch < schedule.microbatches):
                 yield f"{action} is out of range"
                 return
-            if action.kind not in PHASES:
-                yield f"{action} is not an F, B, W or R; sends follow from these"
             if schedule.rank_of[action.stage] != rank:
                 yield f"{action} is on rank {rank}, but its stage is on rank {schedule.rank_of[action.stage]}"
             if action in seen:
@@ -276,10 +269,14 @@ def simulate(schedule: Schedule, costs: Mapping[Kind, float] | Callable[[Action]
 
     Args:
         schedule: as made.
-        costs: the time of each kind of action, or of each action; 0 for those left out. A send's cost is the
-            time until it arrives, its rank goes on at once. By default F takes 1, B 2, or B and W 1 each, R 1.
+        costs: the time of each kind of action, or of each action; 0 for those left out. By default F takes 1, B 2, or
+            B and W 1 each, R 1.
     """
-    clock = SimulatedRun(schedule.actions, _as_function(costs, schedule))
+    if not callable(costs):
+        default = {**dict.fromkeys(PHASES, 1.0), Kind.B: 1.0 if schedule.splits_backward else 2.0}
+        table = default if costs is None else costs
+        costs = lambda action: table.get(action.kind, 0.0)  # noqa: E731
+    clock = SimulatedRun(schedule.actions, costs)
     makespan = max(clock.times)
     busy = sum(interval.end - interval.start for row in clock.intervals for interval in row)
     return Simulation(
@@ -288,15 +285,6 @@ def simulate(schedule: Schedule, costs: Mapping[Kind, float] | Callable[[Action]
         1.0 - busy / (makespan * len(clock.times)) if makespan else 0.0,
         tuple(map(_peak, schedule.actions)),
     )
-
-
-def _as_function(
-    costs: Mapping[Kind, float] | Callable[[Action], float] | None, schedule: Schedule
-) -> Callable[[Action], float]:
-    if callable(costs):
-        return costs
-    table = {**dict.fromkeys(PHASES, 1.0), Kind.B: 1.0 if schedule.splits_backward else 2.0} if costs is None else costs
-    return lambda action: table.get(action.kind, 0.0)
 
 
 def _peak(actions: Sequence[Action]) -> int:
@@ -339,8 +327,6 @@ def make_schedule(name: str, stages: int, microbatches: int, *, ranks: int | Non
     name = choice("schedule", name, SCHEDULES)
     make = SCHEDULES[name]
     for what, number in (("stages", stages), ("microbatches", microbatches)):
-        if not isinstance(number, int):
-            raise TypeError(f"{name} needs a whole number of {what}, got {number!r}")
         if number < 1:
             raise ValueError(f"{name} needs {what} of at least 1, got {number}")
     if ranks is None:
@@ -461,6 +447,12 @@ class PipeSchedules:
         self.name = name = choice("schedule", schedule, SCHEDULES) if isinstance(schedule, str) else schedule.name
         if own is not None and own.stages != stages:
             raise ValueError(f"the schedule is for {own.stages} stages, but the balance makes {stages}")
+        for action in chain.from_iterable(own.actions) if own is not None else ():
+            if action.kind is Kind.R:
+                raise ValueError(
+                    f"the schedule {name!r} has {action}, but a Pipe itself adds second forwards, of the microbatches "
+                    "that checkpoint= names; make the schedule without R actions"
+                )
         several = ranks if name in ("Interleaved1F1B", "ZBV") else None
         needed = own.ranks if own is not None else several or default_ranks(name, stages)
         if ranks is not None and (ranks < needed or (exactly and ranks > needed)):

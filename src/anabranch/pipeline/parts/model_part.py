@@ -25,37 +25,37 @@ class ModelPart(nn.Module):
         units: the names of its modules.
         held: the tensors of modules around them that it reads.
         shared: modules of which other parts read tensors too.
+
+    Attributes:
+        name: as given.
+        holders: the modules made for this tree, by the names that they stand for.
     """
+
+    name: str
+    holders: dict[str, nn.Module]
+    _model: nn.Module
+    _units: Sequence[str]
 
     def __init__(
         self,
         name: str,
         model: nn.Module,
-        units: Iterable[str],
+        units: Sequence[str],
         held: Iterable[HeldTensor] = (),
         shared: Collection[str] = (),
     ) -> None:
         super().__init__()
-        # Past nn.Module's attributes, which would register the model as a child; and no child hides these.
-        self.__dict__.update(_name=name, _model=model, _units=units, _held=held, _shared=shared)
-
-    @property
-    def name(self) -> str:
-        """Its name as a layer."""
-        return self.__dict__["_name"]  # type: ignore[no-any-return]
-
-    @property
-    def holders(self) -> dict[str, nn.Module]:
-        """The modules made for this tree, by the names that they stand for."""
-        return self.__dict__["_holders"]  # type: ignore[no-any-return]
+        # Past nn.Module's attributes, which would register the model as a child. No attribute hides a child: many a
+        # model has one that is called "model".
+        self.__dict__.update(name=name, _model=model, _units=units, _held=held, _shared=shared)
 
     def gather(self) -> None:
         """Adopt the model's current modules and tensors under this part's names."""
-        own, model, shared = self.__dict__, self.__dict__["_model"], self.__dict__["_shared"]
+        own, model, shared = self.__dict__, self._model, self.__dict__["_shared"]
         self._modules.clear()
-        own["_holders"] = holders = cast("dict[str, nn.Module]", {"": self})
+        own["holders"] = holders = cast("dict[str, nn.Module]", {"": self})
         own["_parameters"], own["_buffers"], own["_copied"] = {}, {}, []
-        for unit in own["_units"]:
+        for unit in self._units:
             path, _, name = unit.rpartition(".")
             container(holders, path)._modules[name] = model.get_submodule(unit)
         for tensor in own["_held"]:
@@ -87,16 +87,16 @@ class ModelPart(nn.Module):
 
 
 class PartedModel(nn.Sequential):
-    """A model whose layers are parts, under the model's names."""
+    """A model whose layers are parts, under the model's names; ``unsplit`` is the model."""
+
+    unsplit: nn.Module
 
     def __init__(self, model: nn.Module, parts: Sequence[ModelPart]) -> None:
         super().__init__()
-        self.__dict__.update(model=model, _parts=parts)
+        self.__dict__.update(unsplit=model, _parts=parts)
         for kind in ("_modules", "_parameters", "_buffers", "training"):
             self.__dict__[kind] = model.__dict__[kind]
         self.parts()
-
-    model: nn.Module
 
     def refresh(self) -> None:
         """See what the model holds now."""
@@ -120,7 +120,7 @@ class PartedModel(nn.Sequential):
 
     def train(self, mode: bool = True) -> PartedModel:
         """Set the mode of the model."""
-        self.model.train(mode)
+        self.unsplit.train(mode)
         self.training = mode
         return self
 

@@ -31,7 +31,6 @@ from anabranch.pipeline.parts.part_program import (
     HeldTensor,
     PartProgram,
     Signature,
-    SplitCall,
     current_program,
     signature_of,
 )
@@ -113,31 +112,21 @@ def split(
             raise ValueError("glue= has the code of all parts; leave out at= and example=")
         _check_glue(model, glue)
         return PartedModel(model, [_GluedPart(model, i, *pair) for i, pair in enumerate(glue)])
-    return SplitModel(model, at, example)
+    return SplitModel(SplitSource(model, _checked(model, at), example))
 
 
 class SplitModel(PartedModel):
     """A model in parts by its own code; see ``split``."""
 
-    def __init__(self, model: nn.Module, at: Sequence[str], example: Example | None) -> None:
-        source = SplitSource(model, _checked(model, at), example)
-        super().__init__(model, [SplitPart(source, index) for index in range(len(source.at) + 1)])
-        self.__dict__["source"] = source
+    split_source: SplitSource
 
-    source: SplitSource
+    def __init__(self, source: SplitSource) -> None:
+        super().__init__(source.model, [SplitPart(source, index) for index in range(len(source.at) + 1)])
+        self.__dict__["split_source"] = source
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """Run the parts one after the other."""
-        call = SplitCall(self.source.trace)
-        try:
-            call.add({0: signature_of(args, kwargs)})
-            with call.current(0):
-                value = super().forward(*args, **kwargs)
-            call.check()
-        except BaseException:
-            self.source.forget_forms()
-            raise
-        return call.join([value], [0])
+        """Run the model itself."""
+        return self.unsplit(*args, **kwargs)
 
 
 def _checked(model: nn.Module, at: Sequence[str]) -> list[str]:
@@ -181,13 +170,21 @@ class SplitSource:
             uses[name] = list(dict.fromkeys([*uses.get(name, []), *parts]))
         modules = {path: parts for path, parts in uses.items() if isinstance(path, str)}
         for path, parts in modules.items():
-            if len(parts) > 1 and has_state(self.model.get_submodule(path)):
-                raise CaptureError(
-                    f"{path!r} is called by the parts {parts}, but its parameters and buffers can be in only one; call "
-                    "it in one part, or make two modules that share their parameters"
-                )
+            around = next((other for other in modules if other != path and is_within(path, other)), None)
+            if around is not None and modules[around] == parts:
+                continue  # it comes with that one
+            if has_state(self.model.get_submodule(path)):
+                if around is not None:
+                    raise CaptureError(
+                        f"{path!r} is called by the parts {parts}, but {around!r}, which contains it, by the parts "
+                        f"{modules[around]}; move the cut so that both are called in one part"
+                    )
+                if len(parts) > 1:
+                    raise CaptureError(
+                        f"{path!r} is called by the parts {parts}, but its parameters and buffers can be in only one; "
+                        "call it in one part, or make two modules that share their parameters"
+                    )
             self.units[parts[0]].append(path)
-        self._drop_nested()
         for tensor, parts in uses.items():
             for part in parts:
                 if isinstance(tensor, HeldTensor) and not self._owns(part, tensor.module):
@@ -196,19 +193,6 @@ class SplitSource:
 
     def _owns(self, part: int, path: str) -> bool:
         return any(is_within(path, unit) for unit in self.units[part])
-
-    def _drop_nested(self) -> None:
-        """Leave out modules inside others of their part; refuse those inside a module of another part."""
-        owned = {unit: p for p, units in enumerate(self.units) for unit in units}
-        for unit, part in owned.items():
-            for other, its_part in owned.items():
-                if unit != other and is_within(unit, other) and has_state(self.model.get_submodule(unit)):
-                    if part != its_part:
-                        raise CaptureError(
-                            f"{unit!r} is called by part {part}, but {other!r}, which contains it, by part {its_part}; "
-                            "move the cut so that both are called in one part"
-                        )
-                    self.units[part] = [one for one in self.units[part] if one != unit]
 
     def _in_both_modes(self, example: _Inputs | None) -> Iterator[Uses]:
         if example is None:
@@ -261,11 +245,10 @@ class SplitSource:
         return programs
 
     def _trace(self, signatures: Sequence[Signature]) -> list[PartProgram]:
-        return trace(self.model, self.at, signatures, _plain_modes(), self.forms)
-
-    def forget_forms(self) -> None:
-        """Forget the forms of the modules' results: after a failure one of them may be another's."""
-        self.forms.clear()
+        modes = ThreadModes.take()
+        # Without gradients inference mode makes no difference to a model's code.
+        modes = replace(modes, inference=False, grad=modes.grad and not modes.inference)
+        return trace(self.model, self.at, signatures, modes, self.forms)
 
     def _check_owners(self, uses: Uses) -> None:
         for name, parts in uses.items():
@@ -314,12 +297,6 @@ class SplitPart(ModelPart):
         return getattr(self.source.model.get_submodule(tensor.module), tensor.name)
 
 
-def _plain_modes() -> ThreadModes:
-    """Return the thread's modes; without gradients, inference mode makes no difference to a model's code."""
-    modes = ThreadModes.take()
-    return replace(modes, inference=False, grad=modes.grad and not modes.inference)
-
-
 def _example_of(model: nn.Module, example: Example | None) -> _Inputs | None:
     """Return the positional and keyword inputs of an example; ``None`` if there is none."""
     if isinstance(example, Tensor):
@@ -345,11 +322,10 @@ class _GluedPart(ModelPart):
         self.function = function
 
     def takes(self, names: Iterable[str], positional: int) -> tuple[str, ...]:
-        return accepted_keywords(self.function, names, len(self.__dict__["_units"]) + positional)
+        return accepted_keywords(self.function, names, len(self._units) + positional)
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        modules = map(self.__dict__["_model"].get_submodule, self.__dict__["_units"])
-        return self.function(*modules, *args, **kwargs)
+        return self.function(*map(self._model.get_submodule, self._units), *args, **kwargs)
 
 
 def _check_glue(model: nn.Module, glue: Sequence[Glue]) -> None:

@@ -133,7 +133,9 @@ def _take_out(left: Sequence[object]) -> None:
         tuples: list[object] = []
         for holder in gc.get_referrers(*inside):
             if isinstance(holder, dict):
-                owners = (one for one in gc.get_referrers(holder) if _has_names(one, holder))
+                # A class, a module or another object whose attributes these are.
+                referrers = gc.get_referrers(holder)
+                owners = (one for one in referrers if isinstance(one, type) or getattr(one, "__dict__", None) is holder)
                 owner = next(owners, None)
                 for key in [key for key, value in dict.items(holder) if id(value) in ids]:
                     if owner is None:
@@ -150,11 +152,6 @@ def _take_out(left: Sequence[object]) -> None:
                 for name in [name for name, value in getattr(holder, "__dict__", {}).items() if id(value) in ids]:
                     setattr(holder, name, None)
         inside = tuples
-
-
-def _has_names(owner: object, names: object) -> bool:
-    """Return True for a class, a module or another object whose attributes are in the dict ``names``."""
-    return isinstance(owner, type) or getattr(owner, "__dict__", None) is names
 
 
 class _Recorder(TorchFunctionMode):
@@ -298,7 +295,6 @@ class _Recorder(TorchFunctionMode):
 
     def _first_run(self, path: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run a module as it is, without its hooks, on a copy of it."""
-        error: Exception | None = None
         for self._guess in (0, 1):
             self._guessed = False
             try:
@@ -309,14 +305,12 @@ class _Recorder(TorchFunctionMode):
                     f"the module {path!r} at {_line_of(raised)} depends on the values of a tensor, so the shapes of "
                     "its results are not known before it runs; pass the code of the parts to split as glue="
                 ) from raised
-            except Exception as raised:
-                if not self._guessed:
+            except Exception:
+                if self._guess or not self._guessed:
                     raise
-                error = error or raised
             finally:
                 self._guess = None
-        assert error is not None
-        raise error
+        raise AssertionError("the second guess returns or raises")
 
     # The code.
 
@@ -428,7 +422,11 @@ class _WithoutMemory(FakeTensorMode):  # type: ignore[no-untyped-call]
         for tensor in _written(func, args, kwargs):
             if not isinstance(tensor, FakeTensor):
                 if self._versions is None:
-                    raise _changes_in_place()
+                    raise CaptureError(
+                        f"{_place()} changes a tensor in place that is no parameter or buffer read from its module, "
+                        "but a plain attribute, a global variable or held by a closure; register it as a buffer and "
+                        "read it in a method, or give the code of the parts as glue="
+                    )
                 if not tensor.is_inference():
                     self._versions.setdefault(id(tensor), (tensor, tensor._version))
                 args, kwargs = tree_map_only(Tensor, self._twin, (args, kwargs))
@@ -460,24 +458,12 @@ def _written(func: object, args: Sequence[object], kwargs: Mapping[str, object])
                         yield leaf if leaf._base is None else leaf._base
 
 
-def _changes_in_place() -> CaptureError:
-    return CaptureError(
-        f"{_place()} changes a tensor in place that is no parameter or buffer read from its module, but a plain "
-        "attribute, a global variable or held by a closure; register it as a buffer and read it in a method, or give "
-        "the code of the parts as glue="
-    )
-
-
 class _Result(torch.autograd.Function):
     """A tensor as the result of an operation, without the time that one takes on tensors without memory."""
 
     @staticmethod
     def forward(ctx: object, anchor: Tensor, box: list[Tensor]) -> Tensor:
         return box[0]
-
-    @staticmethod
-    def backward(ctx: object, *grads: Tensor) -> tuple[None, None]:
-        return None, None
 
 
 def _version(tensor: Tensor) -> int:
