@@ -8,15 +8,18 @@ import os
 import signal
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
 from leaks import held_resources, wait_until_released
 from programs import Programs
 
-# Fixtures, not modules with doctests; several of one name cannot be collected as such.
-collect_ignore_glob = ["*/conftest.py"]
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """No test has a doctest: to look for some in all of these files takes each process seconds."""
+    return [found for found in (yield) if type(found) is pytest.Module]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

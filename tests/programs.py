@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 from anabranch.launch import python_program as program
 from anabranch.launch.forks import launcher_side
@@ -208,16 +208,20 @@ class Programs:
         if why_no_fork_server(os.environ) is None:
             _server()  # so that no test is the one that starts it
 
-    def start(self, source: str, *arguments: object, stderr: int = 2) -> Program:
+    def start(
+        self, source: str, *arguments: object, stderr: int = 2, environment: Mapping[str, str] | None = None
+    ) -> Program:
         """Start Python source text with its arguments in ``sys.argv[1:]``; its input and output are pipes."""
         self._count += 1
         script = self._folder / f"program-{self._count}.py"
         script.write_text(source)
-        return start(script, *arguments, stderr=stderr)
+        return start(script, *arguments, stderr=stderr, environment=environment)
 
-    def run(self, source: str, *arguments: object, timeout: float = 200.0) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, source: str, *arguments: object, timeout: float = 200.0, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
         """Run a program to its end, as ``subprocess.run`` with its output captured."""
-        with self.start(source, *arguments, stderr=PIPE) as program:
+        with self.start(source, *arguments, stderr=PIPE, **options) as program:
             out, err = program.communicate(timeout)
             return subprocess.CompletedProcess([source, *map(str, arguments)], program.wait(), out, err)
 

@@ -13,7 +13,7 @@ import pytest
 from anabranch.record.process import STATUS_VARIABLE, ProcessRecord, process_record, read_status, record_process
 from anabranch.record.spans import Lasting
 from anabranch.transport import Server
-from programs import start
+from programs import Programs
 from waiting import wait_until
 
 
@@ -120,10 +120,8 @@ else:
 """
 
 
-def test_a_process_leaves_its_last_facts_at_its_end_and_its_forks_nothing(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(_PROCESS)
-    with start(script, environment={STATUS_VARIABLE: str(tmp_path / "worker-0")}) as process:
+def test_a_process_leaves_its_last_facts_at_its_end_and_its_forks_nothing(tmp_path: Path, programs: Programs) -> None:
+    with programs.start(_PROCESS, environment={STATUS_VARIABLE: str(tmp_path / "worker-0")}) as process:
         assert process.wait() == 0
     assert read(tmp_path) == {"pid": process.pid, "run": {"steps": 2}}
 
@@ -144,9 +142,7 @@ print("ends")
 """
 
 
-def test_messages_go_where_a_progress_bar_has_put_stderr(tmp_path: Path) -> None:
+def test_messages_go_where_a_progress_bar_has_put_stderr(tmp_path: Path, programs: Programs) -> None:
     """They began behind the bar and went on in the next line."""
-    script = tmp_path / "script.py"
-    script.write_text(_BAR)
-    with start(script, environment={STATUS_VARIABLE: str(tmp_path / "worker-0")}) as process:
-        assert process.communicate(timeout=200)[0] == "anabranch: 2 workers\nends\n"
+    ended = programs.run(_BAR, environment={STATUS_VARIABLE: str(tmp_path / "worker-0")})
+    assert ended.stdout == "anabranch: 2 workers\nends\n"

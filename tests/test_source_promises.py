@@ -30,37 +30,32 @@ def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
     return tuple(ast.walk(tree))
 
 
-def offences(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def calls(tree: ast.AST) -> Iterator[tuple[ast.Call, str, str]]:
+    """All calls with the name in front of the dot, "?" for any other expression and "" for none, and that behind it."""
     for node in nodes(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.split(".")[0] in FORBIDDEN_MODULES:
-                    yield node.lineno, f"import {alias.name}"
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            if node.module.split(".")[0] in FORBIDDEN_MODULES:
-                yield node.lineno, f"from {node.module} import"
-        elif isinstance(node, ast.Call):
-            yield from _call_offences(node)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            yield node, "", node.func.id
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            yield node, node.func.value.id if isinstance(node.func.value, ast.Name) else "?", node.func.attr
 
 
-def _call_offences(node: ast.Call) -> Iterator[tuple[int, str]]:
-    if any(keyword.arg == "allow_pickle" for keyword in node.keywords):
-        yield node.lineno, "allow_pickle"
-    if isinstance(node.func, ast.Name) and node.func.id in FORBIDDEN_CALLS | FORBIDDEN_NAMES:
-        yield node.lineno, node.func.id
-    if isinstance(node.func, ast.Attribute):
-        owner = node.func.value.id if isinstance(node.func.value, ast.Name) else ""
-        if (owner, node.func.attr) in FORBIDDEN_METHODS or node.func.attr in FORBIDDEN_NAMES:
-            yield node.lineno, f"{owner}.{node.func.attr}"
+def offences(tree: ast.AST) -> Iterator[str]:
+    for node in nodes(tree):
+        modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        yield from (f"import {module}" for module in modules if module.split(".")[0] in FORBIDDEN_MODULES)
+    for call, owner, name in calls(tree):
+        if any(keyword.arg == "allow_pickle" for keyword in call.keywords):
+            yield "allow_pickle"
+        if name in FORBIDDEN_NAMES | (set() if owner else FORBIDDEN_CALLS) or (owner, name) in FORBIDDEN_METHODS:
+            yield f"{owner}.{name}".lstrip(".")
 
 
-def unbounded_waits(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def unbounded_waits(tree: ast.AST) -> Iterator[str]:
     """Calls of a waiting method with neither arguments nor a timeout: ``thread.join()``, ``future.result()``."""
-    for node in nodes(tree):
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-            continue
-        if node.func.attr in MAY_WAIT_FOR_EVER and not node.args and not node.keywords:
-            yield node.lineno, f".{node.func.attr}()"
+    for call, owner, name in calls(tree):
+        if owner and name in MAY_WAIT_FOR_EVER and not call.args and not call.keywords:
+            yield f".{name}()"
 
 
 # The one file that forks: a process that has exactly one thread, looks before each fork, and has opened nothing. In a
@@ -71,13 +66,9 @@ FORKS = "launch/forks/fork_server.py"
 HOOKS = "autodiff/hooks.py"
 
 
-def registered_hooks(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def registered_hooks(tree: ast.AST) -> Iterator[str]:
     """Calls of ``register_hook`` and its kin, and of functions that register hooks for all modules."""
-    for node in nodes(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
-            if name.startswith("register_") and ("hook" in name):
-                yield node.lineno, name
+    yield from (name for _, _, name in calls(tree) if name.startswith("register_") and "hook" in name)
 
 
 # Files that ask for the date: of a certificate, of a checkpoint, of a job, of the time since that began, and of an end
@@ -92,17 +83,10 @@ DATES = {
 }
 
 
-def asked_dates(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def asked_dates(tree: ast.AST) -> Iterator[str]:
     """Calls that read the clock on the wall, which may be set while somebody waits by it."""
-    for node in nodes(tree):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and isinstance(node.func.value, ast.Name)
-        ):
-            name = f"{node.func.value.id}.{node.func.attr}"
-            if name in {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today"}:
-                yield node.lineno, name
+    clocks = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today"}
+    yield from (f"{owner}.{name}" for _, owner, name in calls(tree) if f"{owner}.{name}" in clocks)
 
 
 # What prints: a command's own words, and the line of `record_loads`, which promises it.
@@ -115,12 +99,9 @@ PRINTS = {
 }
 
 
-def prints(tree: ast.AST) -> bool:
-    """Tell whether a file calls ``print``: the library speaks through the logger ``anabranch``."""
-    return any(
-        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
-        for node in nodes(tree)
-    )
+def prints(tree: ast.AST) -> Iterator[str]:
+    """Calls of ``print``: the library speaks through the logger ``anabranch``."""
+    yield from (name for _, owner, name in calls(tree) if not owner and name == "print")
 
 
 # Files with tensors that are on PyTorch's default device because they are as if the user had made them.
@@ -133,18 +114,12 @@ ON_DEFAULT_DEVICE = {
 FACTORIES = {function.__name__ for function in _device_constructors()}
 
 
-def placed_by_default(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def placed_by_default(tree: ast.AST) -> Iterator[str]:
     """Calls that make a tensor and name no device: after ``torch.set_default_device("cuda")`` it would be there."""
-    for node in nodes(tree):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and isinstance(node.func.value, ast.Name)
-            and node.func.value.id == "torch"
-            and node.func.attr in FACTORIES
-            and all(keyword.arg not in ("device", None) for keyword in node.keywords)
-        ):
-            yield node.lineno, node.func.attr
+    for call, owner, name in calls(tree):
+        named = any(keyword.arg in ("device", None) for keyword in call.keywords)
+        if owner == "torch" and name in FACTORIES and not named:
+            yield name
 
 
 QUESTION_WORDS = {"What", "Whether", "Where", "How", "Who", "Whom", "Whose", "Why", "When", "Which"}
@@ -161,33 +136,23 @@ def questions(tree: ast.AST) -> Iterator[str]:
 
 def test_the_sources_keep_their_promises() -> None:
     """Each tree is looked at once and let go: kept, all of them would be in the way of every collection of garbage."""
-    hooks, dates, printing, placed, forbidden, waits, asked = set(), set(), set(), set(), {}, {}, {}
+    checks = (offences, unbounded_waits, registered_hooks, asked_dates, prints, placed_by_default, questions)
+    found: dict[object, dict[str, list[str]]] = {check: {} for check in checks}
     classes: Counter[str] = Counter()
     for path in sorted(ROOT.rglob("*.py")):
-        name, tree = str(path.relative_to(ROOT)), ast.parse(path.read_text())
-        if list(registered_hooks(tree)):
-            hooks.add(name)
-        if list(asked_dates(tree)):
-            dates.add(name)
-        if prints(tree):
-            printing.add(name)
-        if list(placed_by_default(tree)):
-            placed.add(name)
-        if found := [what for _, what in offences(tree)]:
-            forbidden[name] = found
-        if places := list(unbounded_waits(tree)):
-            waits[name] = places
-        if opened := list(questions(tree)):
-            asked[name] = opened
+        tree = ast.parse(path.read_text())
+        for check in checks:
+            if places := list(check(tree)):
+                found[check][str(path.relative_to(ROOT))] = places
         names = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
         classes.update(one for one in names if not one.startswith("_"))
-    assert hooks == {HOOKS}, "hooks on tensors and modules are set in one file only"
-    assert dates == DATES, "every deadline is on a clock that nobody sets"
-    assert printing == PRINTS, "the library says nothing by itself"
-    assert placed == ON_DEFAULT_DEVICE, "tensors of the library's own do not follow the user's default device"
-    assert forbidden == {FORKS: ["exec", "os.fork", "os.fork"]}, "nothing unpickles or evaluates bytes"
-    assert waits == {}, "no wait is without a bound"
-    assert asked == {}, "docstrings say the thing itself"
+    assert found[registered_hooks].keys() == {HOOKS}, "hooks on tensors and modules are set in one file only"
+    assert found[asked_dates].keys() == DATES, "every deadline is on a clock that nobody sets"
+    assert found[prints].keys() == PRINTS, "the library says nothing by itself"
+    assert found[placed_by_default].keys() == ON_DEFAULT_DEVICE, "tensors of its own do not follow the user's device"
+    assert found[offences] == {FORKS: ["exec", "os.fork", "os.fork"]}, "nothing unpickles or evaluates bytes"
+    assert found[unbounded_waits] == {}, "no wait is without a bound"
+    assert found[questions] == {}, "docstrings say the thing itself"
     assert [name for name, times in classes.items() if times > 1] == [], "no two classes share a name"
 
 
@@ -208,6 +173,6 @@ def test_the_sources_keep_their_promises() -> None:
         (questions, '"""What it is."""'),
     ],
 )
-def test_a_check_sees_what_it_is_for(check: Callable[[ast.AST], Iterator[object]], source: str) -> None:
+def test_a_check_sees_what_it_is_for(check: Callable[[ast.AST], Iterator[str]], source: str) -> None:
     assert list(check(ast.parse(source)))
     assert not list(check(ast.parse("torch.zeros(3, device=x.device)")))

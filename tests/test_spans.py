@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -28,9 +27,9 @@ from anabranch.record.trace import (
     read_part,
     write_trace,
 )
-from programs import start
+from programs import Programs
 from traces import Trace, check_valid
-from waiting import join
+from waiting import running
 
 
 def test_without_a_trace_nothing_is_kept_and_no_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,9 +91,8 @@ def test_of_other_threads_only_waits_are_shown() -> None:
         with spans.Lasting("load", "load"), spans.Lasting("wait", "wait"):
             shown.append(spans.open_spans(longer_than=0.0))
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    join(thread)
+    with running(work):
+        pass
     assert [[one["name"] for one in found] for found in shown] == [["wait"]]
 
 
@@ -133,13 +131,10 @@ with spans.span("after", "compute"):
 
 
 def test_a_process_that_a_launcher_has_named_a_folder_writes_at_its_end_and_its_forks_write_nothing(
-    tmp_path: Path,
+    tmp_path: Path, programs: Programs
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(_PROCESS)
     named = {TRACE_VARIABLE: str(tmp_path), STATUS_VARIABLE: str(tmp_path / "logs" / "parameters-1")}
-    with start(script, environment=named) as process:
-        assert process.wait() == 0
+    assert programs.run(_PROCESS, environment=named).returncode == 0
     (path,) = tmp_path.glob("*.spans")
     assert path.name.startswith("parameters-1.")
     part = read_part(path.read_bytes())

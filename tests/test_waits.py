@@ -18,7 +18,7 @@ from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
 from anabranch.record.spans import LONG, open_spans
 from anabranch.tables import Constant, RowOptimizer, TableSpec
 from anabranch.transport import Call, Client, Request, Server, Verb
-from waiting import join, wait_until
+from waiting import running, wait_until
 
 SGD = functools.partial(torch.optim.SGD, lr=1.0)
 
@@ -61,16 +61,13 @@ def test_a_call_that_is_not_answered_is_recorded_with_its_endpoint(many: int) ->
     with Server([Verb("pull", answer)]) as server, Client() as client:
         requests = [Request(server.endpoint, "pull", target="users")] * many
         outcomes: list[object] = []
-        asking = threading.Thread(target=lambda: outcomes.extend(client.gather(requests, Deadline.after(60.0))))
-        asking.start()
-        wait_until(waits)
-        (wait,) = waits()
-        assert (wait["peer"], wait["operation"]) == (server.endpoint, "pull users")
-        metric = waiting_metric()
-        (sample,) = metric.samples
-        assert list(sample.labels.values()) == [server.endpoint, "pull users"]
-        release.set()
-        join(asking)
+        with running(lambda: outcomes.extend(client.gather(requests, Deadline.after(60.0)))):
+            wait_until(waits)
+            (wait,) = waits()
+            assert (wait["peer"], wait["operation"]) == (server.endpoint, "pull users")
+            (sample,) = waiting_metric().samples
+            assert list(sample.labels.values()) == [server.endpoint, "pull users"]
+            release.set()
         assert len(outcomes) == many
         assert waits() == []
 
@@ -84,10 +81,8 @@ def test_a_shard_names_the_worker_it_waits_for_and_the_waiting_worker_names_the_
     ):
         first.init_table(TableSpec("t", 4, 2, initial=Constant(0.0)), RowOptimizer.from_factory(SGD))
         first.push_many({"t": (ids, grad)}, step=0)
-        asking = threading.Thread(target=lambda: first.pull_many({"t": ids}, training=True, step=1))
-        asking.start()
-        wait_until(lambda: len(waits()) == 2)
-        assert {wait["peer"] for wait in waits()} == {server.endpoint, "rank 1"}
-        second.push_many({}, step=0)
-        join(asking)
+        with running(lambda: first.pull_many({"t": ids}, training=True, step=1)):
+            wait_until(lambda: len(waits()) == 2)
+            assert {wait["peer"] for wait in waits()} == {server.endpoint, "rank 1"}
+            second.push_many({}, step=0)
         wait_until(lambda: not waits())

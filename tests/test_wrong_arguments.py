@@ -59,6 +59,7 @@ def piped(loss: Any, *target: Tensor, last: nn.Module | None = None) -> object:
 STEPS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: ab.TrainStep(MODEL, nn.MSELoss(), SGD), TypeError, "MSELoss takes an output and a target; write lambda"),
     (lambda: ab.TrainStep(MODEL, nn.functional.l1_loss, SGD), TypeError, "l1_loss takes an output and a target"),
+    (lambda: ab.TrainStep(MODEL, lambda batch, model: model(batch), SGD), TypeError, r"takes batch and then model"),
     (
         lambda: piped(nn.functional.mse_loss, last=nn.Tanh()),
         AttributeError,

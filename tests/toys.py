@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -145,6 +147,18 @@ def job_servers(count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Pa
         servers = [stack.enter_context(ParameterServer(shard, count)) for shard in range(count)]
         monkeypatch.setenv("ANABRANCH_SERVERS", ",".join(server.endpoint for server in servers))
         yield servers
+
+
+def forbid(path: Path, monkeypatch: pytest.MonkeyPatch, call: str = "open") -> None:
+    """As for a user who may not open or list it; root may, who runs many a test."""
+    real = getattr(os, call)
+
+    def refuse(name: str | Path, *rest: int, **named: int) -> object:
+        if os.fspath(name) == str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(name))
+        return real(name, *rest, **named)
+
+    monkeypatch.setattr(os, call, refuse)
 
 
 def interrupted_at(line: int, act: Callable[[], object], files: Sequence[str] = ("anabranch",), but: str = "") -> bool:

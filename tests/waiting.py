@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from anabranch.deadline import Deadline
 
@@ -26,6 +27,16 @@ def join(*threads: threading.Thread) -> None:
         thread.join(timeout=PATIENCE)
     left = [thread.name for thread in threads if thread.is_alive()]
     assert not left, f"threads did not end: {left}"
+
+
+@contextmanager
+def running(*functions: Callable[[], object]) -> Iterator[None]:
+    """Run each function in a thread of its own beside the block; behind it all have ended."""
+    threads = [threading.Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    yield
+    join(*threads)
 
 
 def soon() -> Deadline:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from anabranch.autodiff.boundary.crossing import Answers, AnswersDiffer, Form, RecordedBoundary, cross
 from anabranch.autodiff.parallel import run_at_once
+from waiting import running
 
 asked: list[float] = []
 FORM = Form((2,), torch.float32, torch.device("cpu"))
@@ -44,9 +44,8 @@ def far(value: float) -> Callable[[], Tensor]:
 
 def elsewhere(run: Callable[[], Tensor]) -> Tensor:
     found: list[Tensor] = []
-    thread = threading.Thread(target=lambda: found.append(run()))
-    thread.start()
-    thread.join(60.0)
+    with running(lambda: found.append(run())):
+        pass
     return found[0]
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from functools import partial
 
 import pytest
 import torch
 
 import anabranch as ab
+from waiting import running
 
 
 def saver(into: dict, name: str):
@@ -225,11 +227,8 @@ def test_sessions_of_two_threads_know_nothing_of_each_other() -> None:
             barrier.wait(timeout=30)
         assert not results[index].requires_grad
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
+    with running(partial(work, 0)):
+        work(1)
     assert [results[index].tolist() for index in range(2)] == [[2.0, 2.0], [4.0, 4.0]]
 
 

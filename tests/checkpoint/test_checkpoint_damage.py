@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import struct
@@ -18,6 +17,7 @@ import torch
 
 from anabranch import checkpoint
 from anabranch.errors import CheckpointError
+from toys import forbid
 
 MODEL = {"w": torch.arange(6.0).reshape(2, 3), "half": torch.ones(3).bfloat16(), "none": torch.empty(0, 2)}
 
@@ -25,10 +25,6 @@ MODEL = {"w": torch.arange(6.0).reshape(2, 3), "half": torch.ones(3).bfloat16(),
 def save(directory: Path, step: int) -> Path:
     groups = {"model": {name: tensor + step for name, tensor in MODEL.items()}, "rank0": {"rng": torch.arange(5)}}
     return checkpoint.write(directory, groups, {"step": step, "wide": 2**80}, step=step)
-
-
-def files_of(directory: Path, generation: int) -> list[Path]:
-    return sorted(directory.glob(f"*-{generation:08d}.*"))
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -122,18 +118,6 @@ def test_a_damaged_newest_checkpoint_is_replaced_by_the_highest_complete_step_of
     assert f"generation 2 in {tmp_path / 'a'} is damaged" in warning
 
 
-def forbid(name: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for a user who may not open or list it; root may, who runs many a test."""
-    real = getattr(os, name)
-
-    def refuse(given: str | Path, *rest: int, **named: int) -> object:
-        if os.fspath(given) == str(path):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(given))
-        return real(given, *rest, **named)
-
-    monkeypatch.setattr(os, name, refuse)
-
-
 @pytest.mark.parametrize("closed", ["closed", "."])
 def test_a_directory_that_may_not_be_read_is_named_and_nothing_taken_in_its_place(
     closed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -141,8 +125,8 @@ def test_a_directory_that_may_not_be_read_is_named_and_nothing_taken_in_its_plac
     """It was passed over, and a job that resumed went back to an older step, or to the beginning."""
     save(tmp_path / "open", 1)
     save(tmp_path / "closed", 2)
-    forbid("listdir", tmp_path / closed, monkeypatch)
-    forbid("scandir", tmp_path / closed, monkeypatch)
+    forbid(tmp_path / closed, monkeypatch, "listdir")
+    forbid(tmp_path / closed, monkeypatch, "scandir")
     with pytest.raises(
         CheckpointError, match=rf"{tmp_path / closed} cannot be read: Permission denied.*chown or chmod"
     ):
@@ -153,7 +137,7 @@ def test_a_directory_that_may_not_be_read_is_named_and_nothing_taken_in_its_plac
 
 def test_files_of_the_file_system_itself_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "lost+found").mkdir()
-    forbid("scandir", tmp_path / "lost+found", monkeypatch)
+    forbid(tmp_path / "lost+found", monkeypatch, "scandir")
     assert checkpoint.read_newest(tmp_path) is None
     save(tmp_path, 1)
     found = checkpoint.read_newest(tmp_path)
@@ -169,7 +153,7 @@ def test_an_unreadable_file_is_not_mistaken_for_a_damaged_one(
     save(tmp_path, 1)
     save(tmp_path, 2)
     found = checkpoint.read(tmp_path)
-    forbid("open", tmp_path / name, monkeypatch)
+    forbid(tmp_path / name, monkeypatch)
     message = rf"{name} cannot be read: Permission denied\. It is not treated as damaged or lost: let user .*chmod"
     reads: list[Callable[[], object]] = [
         lambda: checkpoint.read(tmp_path),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from anabranch.experts import ExpertBackend, ExpertServer, RemoteExpert
 from anabranch.tensors import Structure, TensorSpec
-from waiting import join
+from waiting import join, running
 
 
 class Feedforward(nn.Module):
@@ -121,10 +122,8 @@ def together(count: int, ask: Callable[[int], object]) -> list[object]:
         except Exception as error:  # noqa: BLE001 - what a caller gets is what is tested
             outcomes[index] = error
 
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    join(*threads)
+    with running(*(partial(run, index) for index in range(count))):
+        pass
     return outcomes
 
 

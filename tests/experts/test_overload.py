@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import torch
 from expert_modules import served
@@ -12,7 +13,7 @@ from anabranch.errors import Overloaded
 from anabranch.experts import ExpertBackend, RemoteExpert
 from anabranch.tensors import TensorSpec
 from anabranch.transport import Client
-from waiting import join, wait_until
+from waiting import running, wait_until
 
 BATCH = 4
 BATCHES = 30
@@ -58,10 +59,7 @@ def test_ten_times_the_load_leaves_every_batch_full() -> None:
                     declined.append(error)
                     stop.wait(timeout=0.01)
 
-    with served(backend) as server, Client() as client:
-        callers = [threading.Thread(target=ask, args=(row,)) for row in range(10 * BATCH)]
-        for caller in callers:
-            caller.start()
+    with served(backend) as server, Client() as client, running(*(partial(ask, row) for row in range(10 * BATCH))):
         for number in range(1, BATCHES + 1):
             wait_until(lambda number=number: device.begun == number)
             wait_until(lambda: backend.forward_pool.statistics().waiting_rows >= BATCH)
@@ -69,9 +67,7 @@ def test_ten_times_the_load_leaves_every_batch_full() -> None:
         wait_until(lambda: len(device.rows) == BATCHES and declined)
         rows = device.rows[1:]  # the first batch began with the first request
         stop.set()
-        for _ in callers:
-            device.turns.release()
-        join(*callers)
+        device.turns.release(10 * BATCH)
     assert rows == [BATCH] * (BATCHES - 1)
     assert len(answered) == sum(device.rows)
     assert all(torch.equal(answer, torch.ones(1, 2)) for answer in answered)

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import FrameType
 
 import pytest
@@ -23,7 +24,7 @@ from anabranch.experts.client.calls import Calls, ExpertCall, call_experts
 from anabranch.tensors import TensorSpec
 from anabranch.testing import LossyTransport, MemoryTransport
 from anabranch.transport import Client, Outcome, Request
-from waiting import join, wait_until
+from waiting import join, running, wait_until
 
 
 class Picky(nn.Module):
@@ -174,13 +175,9 @@ def test_requests_of_several_threads_that_wait_are_one_message(monkeypatch: pyte
     with one_under_way(monkeypatch) as (module, server, expert, wait_for):
         before = requests(server)
         inputs = [torch.full((1 + index % 2, 2), float(index)) for index in range(8)]
-        asking = threading.Thread(
-            target=lambda: outcomes.extend(together(8, lambda index: without_gradients(expert, inputs[index])))
-        )
-        asking.start()
-        wait_for(8)
-        module.open.set()
-        join(asking)
+        with running(lambda: outcomes.extend(together(8, lambda index: without_gradients(expert, inputs[index])))):
+            wait_for(8)
+            module.open.set()
         assert requests(server) == before + 1
     for x, outcome in zip(inputs, outcomes, strict=True):
         assert isinstance(outcome, Tensor)
@@ -202,26 +199,18 @@ def test_what_is_sent_for_a_caller_ends_when_its_own_wait_ends(monkeypatch: pyte
         before = requests(server)
         hasty = RemoteExpert("slow.0", server.endpoint, forward_timeout=25.0)
         hasty._known = expert._known
-        asking = threading.Thread(
-            target=lambda: together(2, lambda index: without_gradients((expert, hasty)[index], torch.ones(1, 2)))
-        )
-        asking.start()
-        wait_for(2)
-        module.open.set()
-        join(asking)
+        with running(*(partial(without_gradients, caller, torch.ones(1, 2)) for caller in (expert, hasty))):
+            wait_for(2)
+            module.open.set()
         assert requests(server) == before + 2
 
 
 def test_a_full_queue_takes_those_that_it_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with one_under_way(monkeypatch, max_batch_size=64, max_queue_rows=4) as (module, _, expert, wait_for):
         outcomes: list[object] = []
-        asking = threading.Thread(
-            target=lambda: outcomes.extend(together(6, lambda _: without_gradients(expert, torch.ones(1, 2))))
-        )
-        asking.start()
-        wait_for(6)
-        module.open.set()
-        join(asking)
+        with running(lambda: outcomes.extend(together(6, lambda _: without_gradients(expert, torch.ones(1, 2))))):
+            wait_for(6)
+            module.open.set()
     assert any(isinstance(outcome, Tensor) for outcome in outcomes)
 
 

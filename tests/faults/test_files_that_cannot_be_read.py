@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from mortal import SGD, SPEC, Shard, push, value
 
 from anabranch.checkpoint.generations import manifest_path
 from anabranch.errors import CheckpointError
+from toys import forbid
 
 NAME = "shard-0-of-1"
 
@@ -162,18 +162,6 @@ def test_a_file_in_the_place_of_the_folder_set_aside_is_named_and_nothing_is_mov
     assert {path.name for path in saved.iterdir()} >= before
     with Shard(saved.parent, repair=True) as client:
         assert value(client) == 3
-
-
-def forbid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for a user who may not read it; root may, who runs many a test."""
-    real = os.open
-
-    def refuse(name: str | Path, flags: int, *rest: int, **named: int) -> int:
-        if os.fspath(name) == str(path):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(name))
-        return real(name, flags, *rest, **named)
-
-    monkeypatch.setattr(os, "open", refuse)
 
 
 @pytest.mark.parametrize("repair", [False, True])

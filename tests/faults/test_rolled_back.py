@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mortal import HERE, SGD, SPEC, Shard, push, value
+from mortal import SGD, SPEC, Shard, push, value
 
 import anabranch as ab
 from anabranch.checkpoint import read
@@ -25,8 +25,7 @@ ONE = torch.tensor([1])
 
 
 def test_a_bare_client_learns_how_many_of_its_pushes_are_lost_and_continues(tmp_path: Path) -> None:
-    shard = Shard(tmp_path, "checkpoint")
-    with shard.client() as client, shard.client() as other, shard.client() as reader:
+    with (shard := Shard(tmp_path, "checkpoint")) as client, shard.client() as other, shard.client() as reader:
         client.init_table(SPEC, SGD)
         push(client, 5)
         shard.server.checkpoint()
@@ -53,35 +52,22 @@ def test_a_bare_client_learns_how_many_of_its_pushes_are_lost_and_continues(tmp_
                 value(one)
             lost += told.value.lost
         assert (lost, value(client)) == (5, 5)
-    shard.die()
 
 
-def test_tables_come_back_though_no_checkpoint_has_seen_them(tmp_path: Path) -> None:
-    """They did not: ``NotFound ... there are: none``."""
-    shard = Shard(tmp_path, "checkpoint")
-    with shard.client() as client:
+@pytest.mark.parametrize(("durability", "ask"), [("checkpoint", value), ("none", push)])
+def test_a_restart_with_none_of_the_pushes_is_reported(
+    durability: str, ask: Callable[[ParameterClient], object], tmp_path: Path
+) -> None:
+    """With checkpoints the table comes back though none has seen it: it was ``NotFound ... there are: none``."""
+    with (shard := Shard(tmp_path, durability)) as client:
         client.init_table(SPEC, SGD)
         push(client, 4)
         shard.die()
         shard.start()
         with pytest.raises(RolledBack) as told:
-            value(client)
+            ask(client)
         assert told.value.lost == 4
-        assert value(client) == 0
-    shard.die()
-
-
-def test_a_restart_of_a_shard_without_durability_is_reported(tmp_path: Path) -> None:
-    shard = Shard(tmp_path, "none")
-    with shard.client() as client:
-        client.init_table(SPEC, SGD)
-        push(client, 2)
-        shard.die()
-        shard.start()
-        with pytest.raises(RolledBack) as told:
-            push(client)
-        assert told.value.lost == 2
-    shard.die()
+        assert durability == "none" or value(client) == 0
 
 
 @pytest.mark.parametrize("consistency", ["bsp", "asp"])
@@ -109,53 +95,29 @@ def test_every_worker_of_a_job_learns_of_any_lost_push(consistency: str, tmp_pat
 
 
 def test_a_first_checkpoint_is_there_from_the_start_and_the_next_when_its_time_has_come(tmp_path: Path) -> None:
-    shard = Shard(tmp_path, "checkpoint", checkpoint_seconds=0.01)
-    assert list((tmp_path / "shard-0-of-1").glob("manifest-*"))
-    with shard.client() as client:
+    with (shard := Shard(tmp_path, "checkpoint", checkpoint_seconds=0.01)) as client:
+        assert list((tmp_path / "shard-0-of-1").glob("manifest-*"))
         client.init_table(SPEC, SGD)
         push(client, 3)
         wait_until(lambda: read(tmp_path / "shard-0-of-1").step == 4)
         shard.die()
         shard.start()
         assert value(client) == 3
-    shard.die()
-
-
-def newest_bodies(directory: Path) -> Path:
-    return max(directory.glob("shard-*/log-bodies-*"))
-
-
-def two_shards(directory: Path) -> list[Path]:
-    """The directories of two shards of one job, with three pushes each, after their servers died."""
-    network = MemoryTransport()
-    servers = [
-        ParameterServer(
-            index, 2, listen=f"memory:{index}", transport=network, durability="log", checkpoint_dir=directory
-        ).__enter__()
-        for index in range(2)
-    ]
-    with ParameterClient(["memory:0", "memory:1"], transport=network, timeout=60) as client:
-        client.init_table(SPEC, SGD)
-        for _ in range(3):
-            client.sparse_push("t", torch.arange(8), -torch.ones(8, 2))
-    for server in servers:
-        server._persistence.checkpoint = lambda: None  # type: ignore[method-assign]
-        server.__exit__(None, None, None)
-    return [directory / f"shard-{index}-of-2" for index in range(2)]
-
-
-def start_again(directory: Path) -> None:
-    with ParameterServer(0, 2, listen=HERE, transport=MemoryTransport(), durability="log", checkpoint_dir=directory):
-        pass
 
 
 def test_the_directory_of_another_shard_is_not_taken_for_ones_own(tmp_path: Path) -> None:
     """Two directories that were swapped served the wrong rows, all zero, to whoever asked."""
-    ours, others = two_shards(tmp_path)
-    ours.rename(tmp_path / "aside")
-    others.rename(ours)
+
+    def serve(shard: int) -> None:
+        with ParameterServer(shard, 2, transport=MemoryTransport(), durability="log", checkpoint_dir=tmp_path):
+            pass
+
+    serve(0)
+    serve(1)
+    (tmp_path / "shard-0-of-2").rename(tmp_path / "aside")
+    (tmp_path / "shard-1-of-2").rename(tmp_path / "shard-0-of-2")
     with pytest.raises(CheckpointError, match="the checkpoint here was written as shard-1-of-2"):
-        start_again(tmp_path)
+        serve(0)
 
 
 def cut(log: Path) -> None:
@@ -174,14 +136,12 @@ def replace(log: Path) -> None:
 @pytest.mark.parametrize("harm", [cut, Path.unlink, move_away, replace])
 def test_nothing_is_acknowledged_that_would_not_be_found_again(harm: Callable[[Path], None], tmp_path: Path) -> None:
     """A log that was cut or removed under a running server went on taking pushes until the restart showed it."""
-    shard = Shard(tmp_path, "log")
-    with shard.client() as client:
+    with Shard(tmp_path, "log") as client:
         client.init_table(SPEC, SGD)
         push(client, 3)
-        harm(newest_bodies(tmp_path))
+        harm(max(tmp_path.glob("shard-*/log-bodies-*")))
         with pytest.raises(CheckpointError, match=r"nothing more is acknowledged here: restore it"):
             push(client)
-    shard.die()
 
 
 def test_a_checkpoint_that_cannot_be_written_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -194,13 +154,12 @@ def test_a_checkpoint_that_cannot_be_written_is_reported_once(tmp_path: Path, ca
             raise OSError(errno.ENOSPC, "No space left on device")
 
     shard = Shard(tmp_path, "checkpoint", checkpoint_seconds=0.01)
-    with shard.client() as client, caplog.at_level("WARNING", logger="anabranch.parameter_server"):
+    with shard as client, caplog.at_level("WARNING", logger="anabranch.parameter_server"):
         client.init_table(SPEC, SGD)
         with on_fault_point(fill_up):
             push(client)
             for _ in range(4):
                 assert tries.acquire(timeout=60)
-    shard.die()
     said = [record.getMessage() for record in caplog.records if "no checkpoint could be written" in record.getMessage()]
     assert len(said) == 1
     assert "No space left on device" in said[0]
@@ -208,13 +167,12 @@ def test_a_checkpoint_that_cannot_be_written_is_reported_once(tmp_path: Path, ca
 
 def test_a_full_disk_is_reported_as_one_and_loses_no_acknowledged_push(tmp_path: Path) -> None:
     """It was a ``RemoteError`` with a traceback."""
-    shard = Shard(tmp_path, "log")
 
     def fill_up(name: str) -> None:
         if name == "push_log.before_append":
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    with shard.client() as client:
+    with (shard := Shard(tmp_path, "log")) as client:
         client.init_table(SPEC, SGD)
         push(client, 3)
         with on_fault_point(fill_up), pytest.raises(CheckpointError, match="No space left on device") as told:
@@ -227,4 +185,3 @@ def test_a_full_disk_is_reported_as_one_and_loses_no_acknowledged_push(tmp_path:
         assert value(client) == 4
         push(client)
         assert value(client) == 5
-    shard.die()

@@ -16,6 +16,7 @@ import anabranch as ab
 from anabranch.parameter_server import ParameterClient, ParameterServer, Shard
 from anabranch.parameter_server.client.saved_tables import restore
 from anabranch.testing import MemoryTransport
+from toys import job_servers
 
 SGD = functools.partial(torch.optim.SGD, lr=1.0)
 ADAM = functools.partial(torch.optim.Adam, lr=0.1)
@@ -98,8 +99,7 @@ def test_an_executor_does_not_save_half_a_step(
     consistency: str, halves: bool, full: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ExitStack() as stack:
-        servers = [stack.enter_context(ParameterServer(shard, 2)) for shard in range(2)]
-        monkeypatch.setenv("ANABRANCH_SERVERS", ",".join(server.endpoint for server in servers))
+        stack.enter_context(job_servers(2, monkeypatch))
         model = nn.Sequential(nn.Embedding(8, 1, sparse=True))
         first = model[0].weight.detach().clone()
         step = ab.TrainStep(

@@ -262,22 +262,6 @@ def test_a_forward_hook_is_captured_unless_it_changes_python_state() -> None:
     assert outputs == []
 
 
-def test_a_refused_step_changes_nothing() -> None:
-    model = Counting()
-    model.weight = nn.Parameter(torch.ones(3))
-    before = model.weight.detach().clone()
-
-    def branching(m: nn.Module, x: Tensor) -> Tensor:
-        y = m(x * m.weight)
-        return y.sum() if y.sum() > 0 else -y.sum()
-
-    program = StepProgram(model, branching, [torch.optim.SGD(model.parameters(), lr=1.0)])
-    with pytest.raises(CaptureError, match="Data-dependent branching"):
-        program.run(torch.ones(3))
-    assert torch.equal(model.weight, before)
-    assert model.calls == 0
-
-
 def test_a_cycling_momentum_is_refused_before_it_makes_a_graph_a_step() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -15,8 +15,6 @@ from jobs import MARK, marked_processes
 from anabranch.launch import local
 from anabranch.launch.forks.launcher_side import ForkServer, kept_fork_server
 
-collect_ignore = ["elastic_job.py"]  # a script
-
 
 @pytest.fixture(scope="session")
 def fork_server() -> ForkServer:

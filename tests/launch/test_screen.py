@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from anabranch.launch.output.screen import Screen
-from waiting import wait_until
+from waiting import running, wait_until
 
 
 def on_stderr(line: str) -> None:
@@ -173,11 +172,8 @@ def test_threads_that_write_at_once_do_not_break_each_others_lines(
             for _ in range(500):
                 os.write(descriptor, (letter * 40 + "\n").encode())
 
-        threads = [threading.Thread(target=write, args=pair) for pair in ((screen.stdout, "a"), (screen.stderr, "b"))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with running(lambda: write(screen.stdout, "a")):
+            write(screen.stderr, "b")
     lines = (tmp_path / "log").read_text().splitlines()
     assert len(lines) == 1000
     assert set(lines) == {"a" * 40, "b" * 40}

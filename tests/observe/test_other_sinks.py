@@ -7,12 +7,12 @@ import re
 import socket
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_metrics import fetch
 from torch import nn
 
 import anabranch as ab
@@ -20,12 +20,6 @@ from anabranch.experts import DirectoryServer
 from anabranch.observe import directory_metrics, expert_metrics, parameter_metrics, serve_metrics
 
 DASHBOARD = Path(__file__).parents[2] / "examples/cluster/grafana.json"
-
-
-def page(url: str) -> dict[str, float]:
-    with urllib.request.urlopen(url, timeout=60) as answer:
-        lines = answer.read().decode().splitlines()
-    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line and line[0] != "#"}
 
 
 def make_step() -> ab.TrainStep:
@@ -48,7 +42,7 @@ def test_prometheus_sees_the_latest_numbers(tmp_path: Path) -> None:
         for _ in range(3):
             loss = executor.run(batch=BATCH, fetch=["grad_norm"])["loss"].item()
         executor.save(tmp_path)  # an event hands the steps before it over
-        seen = page(sink.url)
+        seen = fetch(sink.url)
     assert seen["anabranch_training_steps_total"] == 3
     assert seen['anabranch_training_loss{step=""}'] == pytest.approx(loss)
     assert seen['anabranch_training_learning_rate{group="0",step=""}'] == 0.5
@@ -57,7 +51,7 @@ def test_prometheus_sees_the_latest_numbers(tmp_path: Path) -> None:
     assert 'anabranch_training_gradient_norm{step=""}' in seen
     assert 'anabranch_training_output{name="largest",step=""}' in seen
     with pytest.raises(OSError, match="refused"):
-        page(sink.url)
+        fetch(sink.url)
 
 
 def test_the_steps_of_several_and_their_groups_are_labels() -> None:
@@ -65,7 +59,7 @@ def test_the_steps_of_several_and_their_groups_are_labels() -> None:
     try:
         sink.scalars(7, {"a/loss": 1.0, "b/loss": 2.0, "b/learning_rate/1": 0.1, "learning_rate/0": 0.2, "b/x/y": 3.0})
         assert sink.url is not None
-        seen = page(sink.url)
+        seen = fetch(sink.url)
     finally:
         sink.close()
     assert seen['anabranch_training_loss{step="b"}'] == 2
@@ -144,7 +138,7 @@ def test_a_process_that_imports_anabranch_has_no_extras_in_it_and_a_silent_logge
 def test_a_directory_exports_its_counters() -> None:
     with DirectoryServer() as server, serve_metrics(":0", lambda: directory_metrics(server)) as url:
         ab.Directory(server.endpoint).announce(["ffn.0"], "unix:/run/experts", ttl=30.0)
-        assert page(url)['anabranch_requests_total{verb="directory.announce"}'] == 1
+        assert fetch(url)['anabranch_requests_total{verb="directory.announce"}'] == 1
 
 
 # Names.

@@ -17,6 +17,7 @@ pytest.importorskip("numba")
 
 from anabranch.cli import serve
 from anabranch.tables.kernels import _compiling
+from waiting import running
 
 SOURCE = """
 from anabranch.tables.kernels._compiling import compiled
@@ -57,12 +58,10 @@ def test_a_process_waits_for_another_that_compiles_the_same(
     monkeypatch.setattr(_compiling, "time", SimpleNamespace(sleep=lambda _: asked.set()))
     held = lock_of(module)
     fcntl.flock(held, fcntl.LOCK_EX)
-    waiting = threading.Thread(target=lambda: found.append(module.twice(2.0)))
-    waiting.start()
-    assert asked.wait(60)
-    assert not found
-    os.close(held)
-    waiting.join(60)
+    with running(lambda: found.append(module.twice(2.0))):
+        assert asked.wait(60)
+        assert not found
+        os.close(held)
     assert found == [4.0]
 
 

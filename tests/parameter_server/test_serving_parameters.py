@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from anabranch.errors import BoundaryError
 from anabranch.parameter_server import ParameterClient, ParameterServer
 from programs import Program, Programs
-from waiting import join, wait_until
+from waiting import running, wait_until
 
 SERVE = "import sys; from anabranch.cli import main; sys.argv[0] = 'anabranch'; main()"
 
@@ -50,14 +49,11 @@ def test_a_signal_under_load_loses_no_acknowledged_push_and_refuses_the_others(
         endpoint = endpoint_of(process)
         with ParameterClient([endpoint]) as client:
             client.init("t", (8, 2), kind="rows", init=0.0, optimizer=functools.partial(torch.optim.SGD, lr=1.0))
-        threads = [threading.Thread(target=hammer, args=(number, endpoint)) for number in range(clients)]
-        for thread in threads:
-            thread.start()
-        wait_until(lambda: min(pushed) >= 20 or ended)
-        assert not ended, ended
-        process.send_signal(number)
-        assert process.wait() == 0
-        join(*threads)
+        with running(*(functools.partial(hammer, number, endpoint) for number in range(clients))):
+            wait_until(lambda: min(pushed) >= 20 or ended)
+            assert not ended, ended
+            process.send_signal(number)
+            assert process.wait() == 0
         assert len(ended) == clients
     with start(programs, *arguments) as process, ParameterClient([endpoint_of(process)]) as client:
         kept = client.pull("t")[:clients, 0].tolist()

@@ -258,7 +258,7 @@ def tensors_without_memory() -> set[int]:
     return left
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("mask", MEMOS)
 def test_a_mask_kept_outside_the_model_is_refused_and_taken_out_there(mask: Callable[[int], Tensor]):
     forget_masks()

@@ -44,10 +44,11 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict]:
     return run
 
 
-@pytest.mark.quick_cases(2)
-@pytest.mark.parametrize("ranks", [3, 2, 1, 4])
-def test_stages_of_one_process_are_the_unsplit_module(alone: Callable[..., dict], ranks: int):
-    alone(job.exact, ranks, "all")
+@pytest.mark.parametrize(
+    ("ranks", "cases"), [(4, ""), *(pytest.param(ranks, "all", marks=pytest.mark.slow) for ranks in (3, 2, 1, 4))]
+)
+def test_stages_of_one_process_are_the_unsplit_module(alone: Callable[..., dict], ranks: int, cases: str):
+    alone(job.exact, ranks, cases)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

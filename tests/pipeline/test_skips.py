@@ -100,13 +100,19 @@ def test_every_mismatch_is_in_one_message():
     @skippable(stash=["lost"])
     class StashLost(nn.Module): ...
 
-    found = faults(nn.Sequential(Both(), PopNever(), StashLost(), Stash(), Stash(), Pop(), Pop()))
-    assert [line.split("'")[1] for line in found] == ["both", "never", "a", "a", "lost"]
+    class Undeclared(nn.Module):
+        def forward(self, x: Tensor):
+            yield stash("x", x)
+            return x
+
+    found = faults(nn.Sequential(Both(), PopNever(), StashLost(), Stash(), Stash(), Pop(), Pop(), Undeclared()))
+    assert [line.split("'")[1] for line in found] == ["both", "never", "a", "a", "7", "lost"]
     assert "declared both in stash= and in pop= by '0'" in found[0]
     assert "popped by '1' but no earlier module stashes it" in found[1]
     assert "stashed by '3' and again by '4'" in found[2]
     assert "popped by '5' and again by '6'" in found[3]
-    assert "stashed by '2' but no later module pops it" in found[4]
+    assert "'7' yields in its forward but lacks @ab.skippable" in found[4]
+    assert "stashed by '2' but no later module pops it" in found[5]
 
 
 def test_nested_containers_are_looked_into():

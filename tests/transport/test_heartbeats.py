@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-import threading
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +22,7 @@ from anabranch.transport import (
 from anabranch.transport.frame import Heartbeat, Hello, encode
 from frame_reading import next_frame, wire_of
 from networks import CountingTransport
-from waiting import join, wait_until
+from waiting import running, wait_until
 
 HEARTBEAT = 0.05
 
@@ -66,9 +66,9 @@ def test_beats_keep_a_client_waiting_and_their_end_is_noticed(monkeypatch: pytes
             [waits(calls)], heartbeat=HEARTBEAT, healthy=lambda: healthy, transport=network, drain_seconds=0.01
         ) as server,
         Client(transport=network, heartbeat=HEARTBEAT) as client,
+        ExitStack() as stack,
     ):
-        asking = threading.Thread(target=ask)
-        asking.start()
+        stack.enter_context(running(ask))
         wait_until(lambda: calls)
         for _ in range(5):  # more than four silences that are too long, were the beats not heard
             clock.advance(1.8 * HEARTBEAT)
@@ -82,7 +82,6 @@ def test_beats_keep_a_client_waiting_and_their_end_is_noticed(monkeypatch: pytes
             return bool(errors)
 
         wait_until(given_up)
-        join(asking)
     assert "no beat" in str(errors[0])
 
 
@@ -118,16 +117,14 @@ def test_a_client_that_slept_itself_waits_for_one_more_beat(monkeypatch: pytest.
     with (
         Server([waits(calls)], heartbeat=HEARTBEAT, healthy=lambda: False, drain_seconds=0.01) as server,
         Client(heartbeat=HEARTBEAT) as client,
+        running(ask),
     ):
-        asking = threading.Thread(target=ask)
-        asking.start()
         wait_until(lambda: calls)
         assert not after(0.0)  # the server may have the request before its client has noted the time
         assert not after(1.9)
         assert not after(50.0)
         assert not after(0.9)
         assert after(0.2)
-        join(asking)
     assert "no beat for 2.65 s" in str(errors[0])
 
 

@@ -313,7 +313,8 @@ def verify_skippables(module: nn.Module) -> None:
 
     Raises:
         SkipError: names every mismatch at once: a name declared both ways by one module, stashed twice, popped twice
-            without being shared, popped but not stashed before, stashed but not popped.
+            without being shared, popped but not stashed before, stashed but not popped; and a layer that yields
+            without the decorator.
     """
     stashed_by: dict[SkipName, str] = {}
     popped_by: dict[SkipName, str] = {}
@@ -322,6 +323,9 @@ def verify_skippables(module: nn.Module) -> None:
     for path, child in module.named_modules(remove_duplicate=False):
         declaration = declaration_of(child)
         if declaration is None:
+            # Of a layer; a module within one may be a generator to the module around it.
+            if "." not in path and inspect.isgeneratorfunction(type(child).forward):
+                faults.append(f"{path!r} yields in its forward but lacks @ab.skippable(stash=[...], pop=[...])")
             continue
         path = path or type(child).__name__
         shared |= declaration.shared
