@@ -112,8 +112,8 @@ class OptimizerGroups:
         values: list[object] = list(chain.from_iterable(map(_values, self._groups)))
         if not self._all_plain or names != self._names or not _same(values, self._values):
             for group, tensor in zip(self._groups, self._rates, strict=True):
-                if type(rate := group.get("lr")) in (float, int):  # others step outside the graph
-                    tensor.fill_(rate)
+                if type(group.get("lr")) in (float, int):  # others step outside the graph
+                    tensor.fill_(group["lr"])
             numbers = [pair for group in self._groups for pair in numbers_of(group).items()]
             parts = (part for _, value in numbers for part in (value if type(value) is tuple else (value,)))
             self._names, self._values, self._all_plain = names, values, all(isinstance(part, _PLAIN) for part in parts)
