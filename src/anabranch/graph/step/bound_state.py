@@ -92,7 +92,7 @@ class BoundState:
 
 
 class OptimizerGroups:
-    """What the optimizers' parameter groups have beside parameters: learning rates, and other numbers.
+    """The contents of the optimizers' parameter groups beside parameters: learning rates, and other numbers.
 
     A rate that is a number is copied into a float64 tensor, so that a scheduler reaches a graph that was captured
     before; one that is a tensor is used itself. A change of another number makes a new graph.
