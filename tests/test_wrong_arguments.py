@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import anabranch as ab
 from anabranch.testing import LocalJob
@@ -34,6 +35,10 @@ def made(optimizer: Any = SGD, **options: Any) -> ab.TrainStep:
 
 def executor(step: ab.TrainStep | None = None, **options: Any) -> ab.Executor:
     return ab.Executor(made() if step is None else step, **options)
+
+
+def looks() -> ab.Executor:
+    return ab.Executor(ab.EvalStep(MODEL, lambda model, batch: {"y": model(batch)}))
 
 
 @ab.skippable(stash=["first"])
@@ -114,6 +119,25 @@ STEPS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: executor().run(batch=torch.ones(2, 4), fetch=[3]), TypeError, r"fetch is a list of names.* got \[3\]"),
     (lambda: executor().save(None), TypeError, "path is a string or a pathlib.Path, got None"),
     (lambda: executor().save("c", wait=3), TypeError, "wait is True or False, got 3"),
+    (lambda: executor().export(3), TypeError, "folder is a string or a pathlib.Path, got 3"),
+    (lambda: executor(state=[]), TypeError, "state is a dict of objects by name, got list"),
+    (lambda: executor(state={1: "x"}), TypeError, "names in state are strings, got 1"),
+    (lambda: executor().log(3.0), TypeError, "log takes a dict of numbers by name, .* got 3.0"),
+    (lambda: executor().log({"score": torch.ones(2)}), TypeError, "got score=tensor"),
+    *((lambda over=over: executor().track(over), TypeError, "track takes") for over in (1.5, True, None)),
+    (lambda: executor().track(-1), ValueError, "track takes a number of rounds of at least 0, got -1"),
+    *((lambda n=n: executor().trace("t.json", n), ValueError, "optimizer steps, at least 1, got") for n in (0, -3)),
+    *((lambda n=n: executor().trace("t.json", n), TypeError, "number of optimizer steps, or") for n in (1.5, True)),
+    (lambda: executor().evaluate("default", []), ValueError, "'default' trains; evaluate runs an EvalStep"),
+    (lambda: looks().evaluate(), ValueError, "'default' has no loader"),
+    (lambda: looks().plan("default"), ValueError, "step 'default' trains nothing"),
+    (lambda: made(ids={"weight": torch.ones(1)}), TypeError, r"ids is called as ids\(batch\), got dict"),
+    (lambda: executor(dataloaders={"default": 3}), TypeError, "a loader is an iterable of batches, got int"),
+    (
+        lambda: executor(dataloaders={"default": TensorDataset(torch.ones(2))}),
+        TypeError,
+        r"TensorDataset is a Dataset, whose items are samples; .*DataLoader\(dataset",
+    ),
     (lambda: executor().run("tain"), ValueError, "'tain'"),
     (lambda: executor().graph("default"), RuntimeError, "engine='graph'"),
     (lambda: executor().run("default"), ValueError, "no loader"),

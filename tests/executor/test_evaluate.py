@@ -104,14 +104,6 @@ def test_what_cannot_be_joined_is_refused(look: Any, loader: Any, message: str) 
         executor.evaluate("look", loader)
 
 
-def test_mistakes_are_named() -> None:
-    with program() as executor:
-        with pytest.raises(ValueError, match="'train' trains; evaluate runs an EvalStep"):
-            executor.evaluate("train", [DATA])
-        with pytest.raises(ValueError, match="'look'.*has no loader"):
-            executor.evaluate("look")
-
-
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
@@ -147,10 +139,6 @@ def test_the_user_s_own_numbers_reach_the_sinks_behind_the_steps_before() -> Non
         executor.run("train", DATA)
         with pytest.raises(ValueError, match="'loss' is a name that the step reports itself"):
             executor.log({"loss": 1.0})
-        with pytest.raises(TypeError, match="got score=tensor"):
-            executor.log({"score": torch.ones(2)})
-        with pytest.raises(TypeError, match="log takes a dict of numbers by name, .* got 3.0"):
-            executor.log(3.0)  # type: ignore[arg-type]
     assert [step for step, _ in sink.steps] == [1, 1, 2]
     assert sink.steps[1] == (1, {"score": 0.5, "count": 3.0})
 

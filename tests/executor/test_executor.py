@@ -55,6 +55,9 @@ def test_fetch_finds_losses_keys_outputs_of_submodules_and_gradients() -> None:
     gradients = torch.autograd.grad(squared(model, batch_of())[0], [model.head.weight])
     with ab.Executor(train_step(model)) as executor:
         found = executor.run(batch=batch_of(), fetch=names)
+        assert repr(executor) == "Executor({'default': TrainStep(Net, SGD)}, comm_mode=None, step=1)"
+        numbers = executor.run(batch=batch_of(), fetch=["body", "grad_norm"], as_numpy=True)
+        assert {type(value) for value in numbers.values()} == {np.ndarray}
     assert set(found) == {"loss", *names}
     assert found["body"].shape == (4, 4)
     assert torch.equal(found["body"], F.relu(found["body.0"]))

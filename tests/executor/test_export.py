@@ -190,8 +190,6 @@ def test_what_is_no_tensor_is_refused_and_the_older_export_stays(tmp_path: Path)
             ValueError, match=r"_extra_state is a dict \(get_extra_state\), and an export holds tensors"
         ):
             executor.export(tmp_path)
-        with pytest.raises(TypeError, match="folder is a string or a pathlib.Path, got 3"):
-            executor.export(3)  # type: ignore[arg-type]
         with pytest.raises(ab.CheckpointError, match="holds an exported model; model.load_state_dict"):
             executor.load(tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() == before
@@ -277,8 +275,10 @@ class Users(nn.Module):
         self.fixed = ab.RemoteEmbedding("fixed", 30, 2)
         self.dynamic = ab.RemoteEmbedding("dynamic", None, 2)
         self.plain = nn.Embedding(30, 2)
+        self.register_buffer("count", torch.zeros(()))
 
     def forward(self, ids: Tensor) -> Tensor:
+        self.count += self.training
         return self.fixed(ids) + self.dynamic(ids * 1000) + self.plain(ids)  # type: ignore[no-any-return]
 
 
@@ -298,7 +298,9 @@ def evaluating_a_checkpoint(folder: str) -> list[Any]:
         state = executor.state_dict()
     alone = Users()
     with ab.Executor(rows_of(alone)) as executor:
+        drawn = torch.get_rng_state()
         executor.load(folder)
+        assert torch.equal(torch.get_rng_state(), drawn)
         found.append(executor.run(batch=ids)["rows"].tolist())
         found.append(executor.state_dict().keys() == state.keys())
         found.append(all(torch.equal(value, state[name]) for name, value in executor.state_dict().items()))
@@ -311,7 +313,7 @@ def evaluating_a_checkpoint(folder: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(("workers", "servers"), [(1, 0), pytest.param(2, 2, marks=pytest.mark.slow)])
-def test_an_executor_of_evaluations_alone_loads_a_training_checkpoint(
+def test_an_executor_of_evaluations_alone_loads_a_training_checkpoints_model_and_ignores_the_rest(
     workers: int, servers: int, tmp_path: Path
 ) -> None:
     for trained, loaded, names, values, *later in in_job(

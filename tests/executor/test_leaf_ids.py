@@ -310,8 +310,6 @@ def test_ids_of_no_table_are_refused_before_anything_happens() -> None:
         with pytest.raises(ValueError, match=r"tables\.x\.weight.*tables\.a\.weight"):
             executor.run(batch=data(1)[0])
         assert executor.step == 0
-    with pytest.raises(TypeError, match="ids"):
-        step_of(Model(fields), ids={"tables.a.weight": torch.tensor([1])})
 
 
 def test_an_error_of_ids_is_raised_by_the_step_of_its_batch() -> None:

@@ -524,13 +524,3 @@ def test_a_loader_that_is_its_own_iterator_and_starts_afresh_has_many_epochs(
     for _ in range(3):
         assert drain(loader) == 3
         loader.start_epoch()
-
-
-def test_a_dataset_of_samples_is_no_loader() -> None:
-    with pytest.raises(TypeError, match=r"Squares is a Dataset, whose items are samples; .*DataLoader\(dataset"):
-        BoundLoader(Squares())
-
-
-def test_a_loader_that_cannot_be_iterated_is_refused() -> None:
-    with pytest.raises(TypeError, match="a loader is an iterable of batches, got int"):
-        bound(3)  # type: ignore[arg-type]

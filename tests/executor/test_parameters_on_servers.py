@@ -99,31 +99,25 @@ def test_a_table_that_is_also_a_head_stays_on_the_workers_under_hybrid() -> None
 
 
 def test_options_unsupported_by_servers_are_refused_at_construction_with_the_cure() -> None:
-    cure = "routes=.*AllReduce"
-    with pytest.raises(ValueError, match=f"Rprop.*{cure}"):
-        ab.Executor(step_of(new_model(), torch.optim.Rprop), "PS")
-    model = new_model()
-    model.head.weight.data = model.head.weight.data.to(torch.complex64)
-    with pytest.raises(ValueError, match=f"complex64.*float16.*{cure}"):
-        ab.Executor(step_of(model), "PS")
-    model = new_model()
-    model.table.max_norm = 1.0
-    with pytest.raises(ValueError, match=f"max_norm=1.0.*{cure}"):
-        ab.Executor(step_of(model), "Hybrid")
-    model = new_model()
-    with pytest.raises(ValueError, match=f"optimizers of different steps.*{cure}"):
-        ab.Executor({"a": step_of(model), "b": step_of(model)}, "Hybrid")
-    with pytest.raises(ValueError, match="bsp"):
-        ab.Executor(step_of(model, clip_grad_norm=1.0), "Hybrid", consistency="asp")
-    with pytest.raises(ValueError, match="push_bound"):
-        ab.Executor(step_of(model, clip_grad_norm=1.0), "Hybrid", cache=ab.Cache(push_bound=2))
-    with pytest.raises(ValueError, match="use_sparse_pull=False"):
-        ab.Executor(step_of(model), "PS", use_sparse_pull=False, cache=ab.Cache())
-    with pytest.raises(ValueError, match="comm_mode"):
-        ab.Executor(step_of(model), None, routes={"table.weight": "PS"})
-    model.remote = ab.RemoteEmbedding("users", 10, 2)
-    with pytest.raises(ValueError, match="use_sparse_pull"):
-        ab.Executor(step_of(model), "Hybrid", use_sparse_pull=False)
+    cure, model, complex_one, limited, remote = "routes=.*AllReduce", *(new_model() for _ in range(4))
+    complex_one.head.weight.data = complex_one.head.weight.data.to(torch.complex64)
+    limited.table.max_norm = 1.0
+    remote.remote = ab.RemoteEmbedding("users", 10, 2)
+    clips = step_of(model, clip_grad_norm=1.0)
+    refused: list[tuple[str, Any, str | None, dict[str, Any]]] = [
+        (f"Rprop.*{cure}", step_of(model, torch.optim.Rprop), "PS", {}),
+        (f"complex64.*float16.*{cure}", step_of(complex_one), "PS", {}),
+        (f"max_norm=1.0.*{cure}", step_of(limited), "Hybrid", {}),
+        (f"optimizers of different steps.*{cure}", {"a": step_of(model), "b": step_of(model)}, "Hybrid", {}),
+        ("bsp", clips, "Hybrid", {"consistency": "asp"}),
+        ("push_bound", clips, "Hybrid", {"cache": ab.Cache(push_bound=2)}),
+        ("use_sparse_pull=False", step_of(model), "PS", {"use_sparse_pull": False, "cache": ab.Cache()}),
+        ("comm_mode", step_of(model), None, {"routes": {"table.weight": "PS"}}),
+        ("use_sparse_pull", step_of(remote), "Hybrid", {"use_sparse_pull": False}),
+    ]
+    for words, step, mode, options in refused:
+        with pytest.raises(ValueError, match=words):
+            ab.Executor(step, mode, **options)
     assert isinstance(model.table.weight, nn.Parameter)  # nothing has been taken over
 
 

@@ -141,13 +141,6 @@ def test_a_plan_names_experts_and_leaves_them_as_they_are() -> None:
 # What is refused.
 
 
-def test_a_plan_needs_a_training_step() -> None:
-    model = nn.Linear(2, 1)
-    step = ab.EvalStep(model, lambda model, x: {"y": model(x)})
-    with ab.Executor({"validate": step}) as executor, pytest.raises(ValueError, match="step 'validate' trains nothing"):
-        executor.plan("validate")
-
-
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One that this job of one worker names."""

@@ -168,16 +168,6 @@ def test_a_batch_that_is_only_prefetched_admits_and_evicts_nothing() -> None:
 # Gradients.
 
 
-def test_a_gradient_of_a_table_outside_a_run_is_refused_by_name() -> None:
-    model = Model("rows")
-    with ab.Executor(step_of(model), "Hybrid") as executor:
-        executor.run(batch=BATCHES[0])
-        before = [value.clone() for value in looks(model)]
-        with pytest.raises(ValueError, match=r"table\.weight .*outside .*executor\.run.*no_grad"):
-            mean_square(model, BATCHES[0]).backward()
-        same(looks(model), before)
-
-
 def test_gradients_of_a_tensor_kept_from_a_run_and_in_an_evaluation_take_nothing_to_the_servers() -> None:
     model, kept = Users(4), list[Tensor]()
 
@@ -194,7 +184,7 @@ def test_gradients_of_a_tensor_kept_from_a_run_and_in_an_evaluation_take_nothing
     with ab.Executor(steps, "Hybrid", engine="tape") as executor:
         executor.run("train", TRAINED)
         for late in (lambda: model(TRAINED).sum().backward(), lambda: executor.run("slope", TRAINED)):
-            with pytest.raises(ValueError, match="users.*outside"):
+            with pytest.raises(ValueError, match=r"users .*outside .*executor\.run.*no_grad"):
                 late()
         executor.run("train", TRAINED)
         assert torch.equal(model(TRAINED), torch.full((4, 2), -2.0))

@@ -44,11 +44,14 @@ def run(progress: Progress, clock: Seconds, rounds: int, seconds: float, label: 
         clock.now += seconds
 
 
-def test_track_yields_the_given_items() -> None:
-    progress = Progress(True, io.StringIO())
-    assert list(progress.track(3)) == [0, 1, 2]
-    assert list(progress.track(iter("ab"))) == ["a", "b"]
-    assert list(Progress(False).track(["x"])) == ["x"]
+def test_track_yields_the_given_items_and_other_ranks_say_nothing() -> None:
+    for shown in (True, False):
+        clock, stream = Seconds(), Terminal()
+        progress = Progress(shown, stream, clock)
+        assert list(progress.track(3)) == [0, 1, 2]
+        assert list(progress.track(iter("ab"))) == ["a", "b"]
+        run(progress, clock, 100, 1.0)
+        assert bool(stream.getvalue()) is shown
 
 
 def test_a_terminal_has_one_line_drawn_a_few_times_a_second() -> None:
@@ -73,12 +76,6 @@ def test_elsewhere_a_line_is_written_every_five_seconds() -> None:
     ]
     run(Progress(True, short := io.StringIO(), clock), clock, 10, 0.1)
     assert short.getvalue() == ""
-
-
-def test_other_ranks_say_nothing() -> None:
-    clock, stream = Seconds(), Terminal()
-    run(Progress(False, stream, clock), clock, 100, 1.0)
-    assert stream.getvalue() == ""
 
 
 def test_loops_inside_one_another_share_the_line() -> None:
@@ -120,12 +117,6 @@ def test_prints_go_above_the_line_and_those_to_a_file_go_there(monkeypatch: pyte
         assert sys.stderr is screen
         assert (HELLO in drawn(screen)) is stdout.isatty()
         assert stdout.getvalue() == ("" if stdout.isatty() else f"{HELLO}\n")
-
-
-@pytest.mark.parametrize(("over", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError), (None, TypeError)])
-def test_an_object_that_is_not_a_loop_is_refused(over: object, error: type[Exception]) -> None:
-    with pytest.raises(error, match="track takes"):
-        Progress(True).track(over)  # type: ignore[call-overload]
 
 
 def test_the_first_line_draws_no_random_number(programs: Programs) -> None:

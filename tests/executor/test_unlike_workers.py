@@ -156,26 +156,20 @@ def _fake_group() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_fake_group")
-def test_fully_sharded_modules_are_refused() -> None:
+@pytest.mark.parametrize("sharded", [True, False])
+def test_modules_that_are_fully_sharded_or_tensor_parallel_are_refused(sharded: bool) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(
-        ValueError, match=r"'0.weight' of .* is a DTensor.* give the Executor the model before it is sharded"
-    ):
-        ab.TrainStep(model, lambda m, x: m(x).sum(), torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-@pytest.mark.usefixtures("_fake_group")
-def test_tensor_parallel_modules_are_refused() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    parallelize_module(model, init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
-    with pytest.raises(ValueError, match=r"'0.weight' of Sequential is a DTensor"):
+    model, mesh = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), init_device_mesh("cpu", (1,))
+    if sharded:
+        fully_shard(model, mesh=mesh)
+    else:
+        parallelize_module(model, mesh, {"0": ColwiseParallel()})
+    with pytest.raises(ValueError, match=r"'0.weight' of .* is a DTensor.* give the Executor the model before it is"):
+        ab.TrainStep(model, lambda m, x: m(x).sum(), torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"'0.weight' of .* is a DTensor"):
         ab.EvalStep(model, lambda m, x: {"y": m(x)})
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from anabranch.autodiff import GradManager
+from anabranch.autodiff.hooks import hooks_of_step
 from anabranch.errors import CaptureError, SchemaError
 from anabranch.graph import StepProgram, capture, gradients
 
@@ -238,6 +239,18 @@ def test_a_hook_that_a_graph_would_not_call_is_refused_as_soon_as_it_is_set(hook
             capture(model, torch.ones(1, 2))
     handle.remove()
     program.run(torch.ones(1, 2))
+
+
+def test_the_counter_of_a_scheduler_is_no_hook_where_dynamo_has_wrapped_the_step_since(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As it does at the first capture of a process, for some optimizers: a second run of theirs was refused."""
+    own = getattr(torch.optim.RAdam.step, "_torchdynamo_orig_callable", torch.optim.RAdam.step)
+    monkeypatch.setattr(torch.optim.RAdam, "step", own)
+    optimizer = torch.optim.RAdam(nn.Linear(2, 2).parameters())  # which wraps it, too, if it is the first
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    monkeypatch.setattr(torch.optim.RAdam, "step", torch._dynamo.disable(torch.optim.RAdam.step))
+    assert hooks_of_step(optimizer) == []
 
 
 def test_a_session_attached_to_the_parameters_is_allowed() -> None:

@@ -190,9 +190,11 @@ def hooks_of_step(optimizer: Optimizer) -> list[Callable[..., object]]:
     mine = vars(optimizer)
     kinds = (*_EVERY_STEP, *(mine.get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")))
     hooks = [hook for kind in kinds if kind for hook in kind.values()]
-    # A scheduler's counter is named after the step that it wraps, which may be a custom one.
-    step = mine.get("step")
-    counts = hasattr(step, "_wrapped_by_lr_sched") and vars(step).get("__wrapped__") is type(optimizer).step
+    # A scheduler's counter is named after the step that it wraps, which may be a custom one. The steps of some classes,
+    # such as SparseAdam's, are wrapped by Dynamo at its first capture, which may come after the scheduler.
+    step, own = mine.get("step"), type(optimizer).step
+    steps = own, getattr(own, "_torchdynamo_orig_callable", own)
+    counts = hasattr(step, "_wrapped_by_lr_sched") and vars(step).get("__wrapped__") in steps
     return hooks if step is None or counts else [*hooks, step]
 
 

@@ -1036,7 +1036,7 @@ class Executor:
             label: a word before the count.
 
         Raises:
-            TypeError, ValueError: neither, or a label that is not a string.
+            TypeError, ValueError: neither.
         """
         self._check_open()
         return self._progress.track(over, label)

@@ -46,10 +46,6 @@ class OwnState(UserDict[str, Any]):
             raise ValueError(f"no state is called {name!r}, so it would not be saved; give it to Executor(state=...)")
         self.data[name] = value
 
-    def __delitem__(self, name: str) -> None:
-        """Refuse it: a checkpoint has what was given."""
-        raise ValueError(f"state {name!r} is saved with every checkpoint; set it, to None for instance")
-
 
 def _has_state(value: object) -> bool:
     return all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict"))

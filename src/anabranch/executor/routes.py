@@ -104,6 +104,7 @@ class ServedParameter:
         place: where it lives.
         rule: its optimizer's settings, read again at each call.
         optimizer: which that is.
+        sparse: a table whose lookups have sparse gradients, in every module that holds it.
     """
 
     name: str
@@ -114,6 +115,7 @@ class ServedParameter:
     place: Place
     rule: Callable[[], RowOptimizer]
     optimizer: torch.optim.Optimizer
+    sparse: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +243,8 @@ def plan_routes(
         if place.served:
             _check_served(name, parameter, users)
             rule, optimizer = _rule(name, parameter, owners[parameter]), owners[parameter][0]
-            served = ServedParameter(name, (name, *others), parameter, shape, dtype, place, rule, optimizer)
+            sparse = all(getattr(module, "sparse", False) is True for module, _ in users)
+            served = ServedParameter(name, (name, *others), parameter, shape, dtype, place, rule, optimizer, sparse)
         routes.append(Route(name, shape, parameter.nbytes, place, why, dtype, parameter, served))
     return Routes([*routes, *_remote_embeddings(steps, use_sparse_pull)])
 

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from anabranch.choices import listed
 from anabranch.errors import NonFinite
+from anabranch.tensors import flatten
 
 _LARGE = 1 << 15  # elements of a tensor on the CPU that a sum, which only reads, checks faster
 _FIRST_SCALE = 2.0**16
@@ -179,7 +180,9 @@ class LateCheck:
         self, optimizers: Sequence[Optimizer], device: torch.device, schedulers: Sequence[LRScheduler] = ()
     ) -> None:
         on_gpu = device.type == "cuda"
-        self._optimizers, self._schedulers = optimizers, schedulers
+        self._optimizers, self._schedulers = optimizers, [*schedulers]
+        for one in self._schedulers:  # and those that they hold, such as the one behind a warm-up
+            self._schedulers += [other for other in flatten(vars(one))[0] if isinstance(other, LRScheduler)]
         self._bad = torch.zeros((), device=device, dtype=torch.float32)
         self._answer = torch.zeros((), device="cpu", dtype=torch.float32, pin_memory=on_gpu)
         self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]

@@ -219,7 +219,7 @@ class GraphEngine(Engine):
     ) -> bool:
         if (late := self.late_check) is not None:
             self.settle()
-            self._program.rates.refresh()  # schedulers may have gone back
+            self._program.read_numbers()  # schedulers may have gone back, also behind another step that shares them
             reached = {self.parameters[name]: gradient for name, gradient in zip(names, dense, strict=True)}
             if own and not sparse and late.look(reached):
                 return True

@@ -83,14 +83,12 @@ class Progress:
         """Return an iterator over ``over`` that shows its progress.
 
         Raises:
-            TypeError, ValueError: no number of at least 0, and nothing to iterate over; a label that is not a string.
+            TypeError, ValueError: no number of at least 0, and nothing to iterate over.
         """
         if isinstance(over, bool) or not isinstance(over, int | Iterable):
             raise TypeError(f"track takes something to iterate over, or a number of rounds, got {over!r}")
         if isinstance(over, int) and over < 0:
             raise ValueError(f"track takes a number of rounds of at least 0, got {over}")
-        if not isinstance(label, str | None):
-            raise TypeError(f"label is a string, got {label!r}")
         items = range(over) if isinstance(over, int) else over
         return self._rounds(items, label) if self.shown else iter(items)
 

@@ -51,7 +51,7 @@ from anabranch.parameter_server import (
 )
 from anabranch.parameter_server.client.cache_group import compile_cache_kernels
 from anabranch.parameter_server.client.parameter_client import REFUSALS
-from anabranch.parameter_server.client.remote_tables import is_sparse, spec_of
+from anabranch.parameter_server.client.remote_tables import spec_of
 from anabranch.parameter_server.client.saved_tables import restore_some, write_dense, write_rows
 from anabranch.tables import Family, ParameterState, TableSpec, to_torch
 from anabranch.tables.row_block import Group
@@ -280,8 +280,7 @@ class RemotePart:
             optimizers = step.optimizers if isinstance(step, TrainStep) else []
             self.tables.adopt_modules(step.model, optimizers[0] if len(optimizers) == 1 else None)
         for moved in self.moved:
-            adopt = moved.name in adopted
-            sparse = is_sparse(moved.parameter, everyone)
+            adopt, sparse = moved.name in adopted, moved.sparse
             state = moved.optimizer.state.get(moved.parameter, {})
             if moved.place is Place.ROWS:
                 self.tables.take_over(moved.name, moved.parameter, moved.rule, state, sparse=sparse, adopt=adopt)
@@ -574,8 +573,7 @@ class RemotePart:
             return None
         if self.is_open:
             return (self.tables if moved.place is Place.ROWS else self.whole).spec(moved.name)
-        sparse = is_sparse(moved.parameter, self._models.values())
-        return spec_of(moved.name, moved.parameter, moved.rule(), sparse=sparse)
+        return spec_of(moved.name, moved.parameter, moved.rule(), sparse=moved.sparse)
 
     def replace(
         self,
@@ -723,8 +721,7 @@ class RemotePart:
             for moved in sorted(self.there, key=lambda moved: moved.parameter not in moves):
                 saved = self.client.read_state(moved.name, moved.rule(), until=until)
                 if state := to_torch(moved.rule(), saved):
-                    sparse = is_sparse(moved.parameter, self._models.values())
-                    moved.optimizer.state[moved.parameter] = _as_kept_here(state, moved, sparse=sparse)
+                    moved.optimizer.state[moved.parameter] = _as_kept_here(state, moved)
                 values = saved.values.to(moved.parameter.device)
                 if (move := moves.pop(moved.parameter, None)) is not None:
                     move.give_back(values)
@@ -772,9 +769,9 @@ def _refuse_state(names: Sequence[str], optimizer: torch.optim.Optimizer) -> Non
         )
 
 
-def _as_kept_here(state: Mapping[str, object], moved: ServedParameter, *, sparse: bool) -> dict[str, object]:
+def _as_kept_here(state: Mapping[str, object], moved: ServedParameter) -> dict[str, object]:
     """Return an optimizer's state as after its ``load_state_dict``: servers keep float32 state for float16."""
-    if sparse and isinstance(buffer := state.get("momentum_buffer"), Tensor):
+    if moved.sparse and isinstance(buffer := state.get("momentum_buffer"), Tensor):
         state = {**state, "momentum_buffer": buffer.to_sparse(1)}  # as torch's; Nesterov fails to add a dense one
     half = moved.dtype == torch.float16 and moved.rule().family is not Family.ROW_WISE_ADAGRAD
     dtype, device = moved.dtype if half else None, moved.parameter.device

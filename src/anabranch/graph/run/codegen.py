@@ -283,8 +283,6 @@ class _Writer:
             return f"[{shown}]"
         if value is None or isinstance(value, (bool, int, float, str)):
             return repr(value)
-        if isinstance(value, slice):
-            return f"slice({self._value(value.start)}, {self._value(value.stop)}, {self._value(value.step)})"
         return self._global(value, type(value).__name__)
 
     def _tuple(self, values: object) -> str:

@@ -91,52 +91,30 @@ class BoundState:
         self._shared = [first.setdefault(place, index) for index, place in enumerate(storages)]
 
 
-class LearningRates:
-    """The optimizers' learning rates as tensors, so that a scheduler reaches a graph that was captured before.
+class OptimizerGroups:
+    """The contents of the optimizers' parameter groups beside parameters: learning rates, and other numbers.
 
-    One float64 number per parameter group. ``refresh`` copies the scheduler's values; a learning rate that is already a
-    tensor is used itself.
+    A rate that is a number is copied into a float64 tensor, so that a scheduler reaches a graph that was captured
+    before; one that is a tensor is used itself. A change of another number makes a new graph.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._groups = [group for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
-        self._tensors = [torch.zeros((), dtype=torch.float64, device="cpu") for _ in self._groups]
-        self._values: list[object] = [None] * len(self._groups)
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Copy the rates that have changed."""
-        for index, group in enumerate(self._groups):
-            rate = group["lr"]
-            if rate is not self._values[index]:
-                self._values[index] = rate
-                if type(rate) in (float, int):  # others step outside the graph
-                    self._tensors[index].fill_(rate)
-
-    def of(self, group: Mapping[str, object]) -> Tensor:
-        """Return the tensor that holds the rate of ``group``."""
-        rate = group["lr"]
-        if isinstance(rate, Tensor):
-            return rate
-        return next(t for g, t in zip(self._groups, self._tensors, strict=True) if g is group)
-
-
-class GroupNumbers:
-    """All contents of parameter groups except parameters and learning rates: a change of one makes a new graph."""
-
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self._rates = [torch.zeros((), dtype=torch.float64, device="cpu") for _ in self._groups]
         self._names: list[object] = []
         self._values: list[object] = []
         self._numbers: tuple[object, ...] = ()
         self._all_plain = False
 
-    def current(self) -> tuple[object, ...]:
-        """Return the groups' numbers as they are now."""
+    def read(self) -> tuple[object, ...]:
+        """Copy the rates, and return the other numbers as they are now."""
         names: list[object] = list(chain.from_iterable(self._groups))
         values: list[object] = list(chain.from_iterable(map(_values, self._groups)))
         if not self._all_plain or names != self._names or not _same(values, self._values):
-            numbers = [pair for group in self._groups for pair in without_tensors(group).items()]
+            for group, tensor in zip(self._groups, self._rates, strict=True):
+                if type(group.get("lr")) in (float, int):  # others step outside the graph
+                    tensor.fill_(group["lr"])
+            numbers = [pair for group in self._groups for pair in numbers_of(group).items()]
             parts = (part for _, value in numbers for part in (value if type(value) is tuple else (value,)))
             self._names, self._values, self._all_plain = names, values, all(isinstance(part, _PLAIN) for part in parts)
             # A learning rate counts as a tensor, which the graph is bound to, or by an odd type.
@@ -145,8 +123,16 @@ class GroupNumbers:
             self._numbers = (*((name, _hashable(value)) for name, value in numbers), *odd)
         return self._numbers
 
+    def rate_of(self, group: Mapping[str, object]) -> Tensor:
+        """Return the tensor that holds the rate of ``group``."""
+        rate = group["lr"]
+        if isinstance(rate, Tensor):
+            return rate
+        return next(t for g, t in zip(self._groups, self._rates, strict=True) if g is group)
 
-def without_tensors(group: Mapping[str, object]) -> dict[str, object]:
+
+def numbers_of(group: Mapping[str, object]) -> dict[str, object]:
+    """Return what a group has beside parameters and learning rates."""
     return {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
 
 

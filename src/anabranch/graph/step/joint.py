@@ -199,11 +199,12 @@ class Joint:
         )
         if not self._admitted(step, results):
             return self._finish(step, results)
-        if self._rest is not None:
+        if self._rest is not None and self.key.numbers == step.numbers:
             inputs = [results[name] for name in self._rest_reads]
             results.update(zip(self._yielded, self._rest.run(*inputs), strict=True))
             return self._finish(step, results, later)
-        # The first time, when optimizers have no state yet, and where they step outside the graph.
+        # The first time, when optimizers have no state yet; where they step outside the graph; and where the gate has
+        # let schedulers go back to other numbers, behind an earlier step that has updated nothing.
         if self._between is not None:
             inputs = [results[b.name] for b in self._between.bindings if b.bound is None]
             results |= dict(zip(self._between.outputs, self._between.program().run(*inputs), strict=True))
@@ -254,7 +255,9 @@ class Joint:
 
     def take_state(self) -> None:
         """Capture the update once there is optimizer state."""
-        if self.key.whole and self._rest is None and self._step.refused_update is None:
+        step = self._step
+        waits = self.key.whole and self._rest is None and step.refused_update is None
+        if waits and self.key.numbers == step.read_numbers():
             self._join()
 
     def _finish(

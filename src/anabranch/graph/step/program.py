@@ -225,9 +225,8 @@ class StepProgram(StepState):
             return JointKey(False, self.epoch, None, ())
         if not self._state.intact(kept_by_optimizers=self.refused_update is None):
             self._bind()
-        numbers = None if self.refused_update is not None else self._group_numbers.current()
-        if numbers != self._numbers:
-            self._numbers = numbers
+        before = self.numbers
+        if (numbers := self.read_numbers()) != before:
             self._seen_numbers.add(numbers)
             if len(self._seen_numbers) > _MOST_NUMBERS:
                 raise CaptureError(
@@ -235,7 +234,7 @@ class StepProgram(StepState):
                     "step to step, and each change needs a new graph; use engine='tape', or a scheduler that leaves "
                     "them alone (cycle_momentum=False)"
                 )
-        return JointKey(whole, self.epoch, self._numbers if whole else None, gradients)
+        return JointKey(whole, self.epoch, numbers if whole else None, gradients)
 
     def _through_front(
         self, task: _Task, batch: Structure, modules: tuple[str, ...], may_trace: bool
@@ -258,7 +257,6 @@ class StepProgram(StepState):
             self._kinds.add(kind)
         self._task = task
         task.may_trace = may_trace
-        self.rates.refresh()
         try:
             submodules = dict(self.model.named_modules()) if modules else {}
             recorded = {name: submodules[name] for name in modules if name in submodules}

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from anabranch.autodiff.moved_parameter import Elsewhere
 from anabranch.errors import CaptureError
 from anabranch.graph.graph import Graph
-from anabranch.graph.step.bound_state import BoundState, GroupNumbers, LearningRates
+from anabranch.graph.step.bound_state import BoundState, OptimizerGroups
 from anabranch.graph.step.lookups import SparseRows, as_sparse_gradient
 from anabranch.graph.step.update import capture_update, check_captured, has_state
 
@@ -43,6 +43,7 @@ class StepState:
         differentiates: False for an evaluation.
         epoch: a new object each time that the tensors are looked up again.
         parameters: the model's, by name.
+        numbers: those in the optimizers' groups, as they were last read; ``None`` once an update was refused.
         names: the names of those that the optimizers hold.
         tensors: the names of parameters and buffers.
         refused_update: the reason why the optimizers step outside the graph, if their step cannot be captured.
@@ -69,14 +70,19 @@ class StepState:
         self.names = _names_of(self.optimizers, self.parameters)
         self.tensors = {tensor: name for name, tensor in self.model.named_buffers()}
         self.tensors |= {tensor: name for name, tensor in self.parameters.items()}
-        self.rates = LearningRates(self.optimizers)
-        self._group_numbers = GroupNumbers(self.optimizers)
-        self._numbers: object = None
+        self._contents = OptimizerGroups(self.optimizers)
+        self.numbers: object = None
         self._updates: dict[object, Graph] = {}
         try:
             check_captured(self.optimizers)
         except CaptureError as error:
             self.refused_update = error
+
+    def read_numbers(self) -> object:
+        """Read the numbers in the optimizers' groups, and the learning rates, which graphs read when they run."""
+        numbers = self._contents.read()
+        self.numbers = None if self.refused_update is not None else numbers
+        return self.numbers
 
     def set_seed(self, seed: float) -> None:
         """Start the backward of graphs without an update from this gradient of the loss."""
@@ -99,11 +105,11 @@ class StepState:
         if self.refused_update is not None or not has_state(self.optimizers, parameters):
             return None
         heeded = [id(vars(optimizer).get("found_inf")) for optimizer in self.optimizers]  # each held by its graph
-        key = (tuple(dense), self._group_numbers.current(), tuple(heeded))
+        key = (tuple(dense), self._contents.read(), tuple(heeded))
         if key not in self._updates:
             self._state.note_optimizer_state()
             try:
-                self._updates[key] = capture_update(self.optimizers, dense, self.rates, self.names)
+                self._updates[key] = capture_update(self.optimizers, dense, self._contents, self.names)
             except CaptureError as error:
                 self.refused_update = error
                 return None
@@ -119,7 +125,6 @@ class StepState:
             if graph is None:
                 self.step_eagerly(dense, sparse or {})
                 return
-            self.rates.refresh()
             graph.program().run(*dense.values())
         if sparse:
             self.step_eagerly({}, sparse)

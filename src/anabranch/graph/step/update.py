@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from anabranch.errors import CaptureError
 from anabranch.graph.dynamo.refusals import refuse_hooks
 from anabranch.graph.graph import Graph
-from anabranch.graph.step.bound_state import LearningRates, without_tensors
+from anabranch.graph.step.bound_state import OptimizerGroups, numbers_of
 from anabranch.graph.trace import TraceRecorder, TraceSource, build
 from anabranch.tensors import flatten, map_structure
 
@@ -55,14 +55,17 @@ def containers_of(optimizers: Iterable[Optimizer]) -> set[int]:
 
 
 def capture_update(
-    optimizers: Sequence[Optimizer], gradients: Mapping[str, Tensor], rates: LearningRates, names: Mapping[Tensor, str]
+    optimizers: Sequence[Optimizer],
+    gradients: Mapping[str, Tensor],
+    contents: OptimizerGroups,
+    names: Mapping[Tensor, str],
 ) -> Graph:
     """Return the graph of one step of ``optimizers`` on dense gradients.
 
     Args:
         optimizers: their state must exist already: step them once before.
         gradients: an example gradient for each parameter that has one, by the parameter's name.
-        rates: holds the learning rates.
+        contents: of their groups.
         names: the name of each parameter.
 
     Returns:
@@ -88,7 +91,7 @@ def capture_update(
         label = "optimizer" if len(optimizers) == 1 else f"optimizer.{index}"
         for position, group in enumerate(optimizer.param_groups):
             alone = len(optimizer.param_groups) == 1
-            add(f"{label}.lr" if alone else f"{label}.lr.{position}", rates.of(group))
+            add(f"{label}.lr" if alone else f"{label}.lr.{position}", contents.rate_of(group))
             for parameter in group["params"]:
                 name = names.get(parameter)
                 if name is None or name not in gradients:
@@ -96,7 +99,7 @@ def capture_update(
                 add(name, parameter)
                 for key, value in optimizer.state.get(parameter, {}).items():
                     add_all(f"{label}.{name}.{key}", value)
-            for key, value in without_tensors(group).items():
+            for key, value in numbers_of(group).items():
                 add_all(f"{label}.{key}" if alone else f"{label}.{key}.{position}", value)
 
     sources = [*(TraceSource(f"{name}.grad", gradient) for name, gradient in gradients.items()), *state.values()]
@@ -105,7 +108,7 @@ def capture_update(
         recorder.phase = "update"
         traced = {id(source.value): value for source, value in zip(sources, values, strict=True)}
         for optimizer in optimizers:
-            with torch.no_grad(), _swapped(optimizer, traced, gradients, rates, names):
+            with torch.no_grad(), _swapped(optimizer, traced, gradients, contents, names):
                 _step(optimizer)
         return []
 
@@ -129,7 +132,7 @@ def _swapped(
     optimizer: Optimizer,
     traced: Mapping[int, Tensor],
     gradients: Mapping[str, Tensor],
-    rates: LearningRates,
+    contents: OptimizerGroups,
     names: Mapping[Tensor, str],
 ) -> Iterator[None]:
     """Let the optimizer work on traced parameters, gradients, state and learning rates until the block ends."""
@@ -137,9 +140,9 @@ def _swapped(
     try:
         optimizer.state = defaultdict(dict)
         for group in groups:
-            rate = traced[id(rates.of(group))]
+            rate = traced[id(contents.rate_of(group))]
             parameters = [parameter for parameter in group["params"] if names.get(parameter) in gradients]
-            group.update({name: _stand_in(value, traced) for name, value in without_tensors(group).items()})
+            group.update({name: _stand_in(value, traced) for name, value in numbers_of(group).items()})
             group["lr"] = rate if group.get("fused") or isinstance(group["lr"], Tensor) else rate.item()
             group["params"] = [traced[id(parameter)] for parameter in parameters]
             for parameter, stand_in in zip(parameters, group["params"], strict=True):
