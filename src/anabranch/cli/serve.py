@@ -119,10 +119,10 @@ def experts(
         names = [backend.uid for backend in backends]
         saved = [name for name in names if checkpoint_dir is not None and (checkpoint_dir / name).is_dir()]
         more = f" and {len(names) - _MOST_UIDS} more" if len(names) > _MOST_UIDS else ""
-        tell(f"serving {', '.join(names[:_MOST_UIDS])}{more}: {_state(saved, names)}")
+        text = f"serving {', '.join(names[:_MOST_UIDS])}{more}: {_state(saved, names)}"
         make_server = partial(ExpertServer, backends, directory=directory, checkpoint_dir=checkpoint_dir, device=device)
         options: dict[str, Any] = {"listen": listen, "keys": keys, "insecure": insecure, "heartbeat": heartbeat}
-        _serve(partial(make_server, **options), "expert_metrics", metrics, linger)
+        _serve(partial(make_server, **options), "expert_metrics", metrics, linger, text)
 
 
 @serve.command()
@@ -189,11 +189,11 @@ def parameters(
         compile_kernels()  # takes a minute at first; a signal may still end it, since nothing is lost
     with plain_errors():
         saved = [] if checkpoint_dir is None or not checkpoint_dir.is_dir() else [*checkpoint_dir.iterdir()]
-        tell(f"serving shard {shard} of {shards}: {_state(saved[:1], [shard])}")
+        text = f"serving shard {shard} of {shards}: {_state(saved[:1], [shard])}"
         make_server = partial(ParameterServer, shard, shards, listen, durability, checkpoint_dir)
         options: dict[str, Any] = {"checkpoint_seconds": checkpoint_seconds, "repair": repair, "threads": threads}
         options |= {"keys": keys, "insecure": insecure, "heartbeat": heartbeat}
-        _serve(partial(make_server, **options), "parameter_metrics", metrics, linger)
+        _serve(partial(make_server, **options), "parameter_metrics", metrics, linger, text)
 
 
 def _state(saved: Sequence[object], served: Sequence[object]) -> str:
@@ -203,14 +203,21 @@ def _state(saved: Sequence[object], served: Sequence[object]) -> str:
     return f"{len(saved)} restored, {len(served) - len(saved)} new"
 
 
-def _serve(make: Callable[[], Any], families: str, address: str | None, linger: float) -> None:
-    """Serve until a signal, with the server's metrics at ``address``, if there is one."""
+def _serve(make: Callable[[], Any], families: str, address: str | None, linger: float, text: str = "") -> None:
+    """Serve until a signal, with the server's metrics at ``address``, if there is one; ``text`` says what is served."""
     from anabranch import observe
     from anabranch.transport.server.service import serve_until_stopped
 
     read = getattr(observe, families)
     metrics = None if address is None else lambda server: observe.serve_metrics(address, lambda: read(server))
-    serve_until_stopped(make, metrics, linger=linger)
+
+    def made() -> Any:
+        server = make()
+        if text:  # behind what the server refuses, as TCP without keys
+            tell(text)
+        return server
+
+    serve_until_stopped(made, metrics, linger=linger)
 
 
 class _OnStderr(logging.Handler):
