@@ -67,6 +67,11 @@ class Members:
     def _members(self) -> list[RoleProcess]:
         return [one for one in self._workers if one.running and one.rank in self._now.ranks]
 
+    def _progress(self) -> tuple[int, int] | None:
+        """Return how far the members are; ``None`` if the job ends with any of them, or before their first step."""
+        ends = any(self._says(one, "ends") for one in self._workers)
+        return None if ends else progress(self._meeting)
+
     def newcomers(self) -> list[RoleProcess]:
         """Return those that have not joined yet."""
         return [one for one in self._workers if one.running and one.rank not in self._now.ranks]
@@ -77,7 +82,7 @@ class Members:
 
     def may_leave(self, process: RoleProcess) -> bool:
         """Return True if the job goes on without a worker that has failed, or with another in its place."""
-        done = progress(self._meeting)
+        done = self._progress()
         if done is None or not self._members() or self._says(process, "closes"):
             return False
         if process.exit_code in _CRASHES:
@@ -123,7 +128,7 @@ class Members:
         return pause
 
     def _takes_nobody(self) -> bool:
-        done = progress(self._meeting)
+        done = self._progress()
         return bool(self._now.closed) or (done is not None and done[1] == APART)
 
     def newcomer(self, spec: ProcessSpec) -> ProcessSpec | None:
@@ -139,7 +144,7 @@ class Members:
 
     def one_more(self) -> ProcessSpec | None:
         """Return what to start beside the first workers, once these have done a step that others may join."""
-        goes = self._more and progress(self._meeting) is not None and not self._takes_nobody()
+        goes = self._more and self._progress() is not None and not self._takes_nobody()
         return self.newcomer(self._more.pop(0)) if goes else None
 
     def admit(self) -> None:
@@ -178,7 +183,7 @@ class Members:
         frozen = {one for one in (*running, *restarted) if one.frozen}
         before, self._frozen = self._frozen, frozen
         awake, self._looked = time.monotonic() - self._looked < 2 * LOOK_SECONDS, time.monotonic()
-        if not awake or frozen.issuperset(running) or progress(self._meeting) is None:
+        if not awake or frozen.issuperset(running) or self._progress() is None:
             return []
         again = frozen & before
         return [one for one in again if one.role != "worker" or not self._says(one, "closes")]
