@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from anabranch.launch.forks.launcher_side import ForkServer
 from anabranch.launch.python_program import PythonProgram
@@ -18,13 +18,6 @@ from anabranch.launch.supervision import parent_death
 from anabranch.launch.supervision.budget import RestartBudget
 from anabranch.launch.supervision.outcome import EndingError, Exit, Role, called
 from anabranch.record.process import STATUS_VARIABLE, process_stat, read_status
-
-
-class Output(Protocol):
-    """The descriptors that take a process's output."""
-
-    stdout: int
-    stderr: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +30,7 @@ class ProcessSpec:
         program: what it runs.
         environment: the whole of it.
         log: the file for its output.
-        screen: shows the output, too, and keeps it.
+        screen: its stdout and stderr, where the output is shown, too, and kept.
         stdin: what it reads; nothing by default, or what the launcher reads where there is a screen.
         restarts: how often it is restarted when it dies; never by default.
         endpoint: where it listens, if that is known before.
@@ -49,7 +42,7 @@ class ProcessSpec:
     program: PythonProgram
     environment: Mapping[str, str]
     log: Path
-    screen: Output | None = None
+    screen: tuple[int, int] | None = None
     stdin: int | None = None
     restarts: RestartBudget | None = None
     endpoint: str | None = None
@@ -125,8 +118,7 @@ class RoleProcess:
         with open_log(self.log, anew=not screen and not self.restarted) as file, open(os.devnull, "rb") as nothing:
             shared = 0 if screen and sys.__stdin__ is not None else nothing.fileno()
             stdin = shared if spec.stdin is None else spec.stdin
-            stdout = screen.stdout if screen else file.fileno()
-            stderr = screen.stderr if screen else file.fileno()
+            stdout, stderr = screen or (file.fileno(), file.fileno())
             if server is not None:
                 name = f"{self.role}-{self.rank}"
                 return server.fork(name, spec.program, environment, stdin, stdout, stderr)
