@@ -250,11 +250,11 @@ def _run(sites: Sites, attempt: Attempt) -> JobOutcome:
         return JobOutcome((), attempt.stopped, timed_out=False, seconds=time.monotonic() - started)
     ended = [*services, *([site.rendezvous] if site.rendezvous.early else [])]
     return JobOutcome(
-        exits=tuple(process.exit for process in workers),
+        exits=tuple(workers),
         interrupted=supervisor.interrupted,
         timed_out=supervisor.timed_out,
         seconds=time.monotonic() - started,
-        services=tuple(process.exit for process in ended),
+        services=tuple(ended),
     )
 
 

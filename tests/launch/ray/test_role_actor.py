@@ -184,7 +184,7 @@ def test_status_shows_the_reports_and_the_end_of_a_process_on_another_machine(tm
     assert 20.0 <= role.waiting_seconds < AHEAD
     process.reap()
     (role,) = status_of(tmp_path).roles
-    assert (role.state, process.exit.code, process.log.read_text()) == ("gone", 0, "hello\n")
+    assert (role.state, process.code, process.log.read_text()) == ("gone", 0, "hello\n")
 
 
 def test_a_process_on_another_machine_is_shown_as_stopped_and_counts_as_frozen_once_seen_twice(tmp_path: Path) -> None:
@@ -231,5 +231,5 @@ def test_a_newcomer_for_which_there_is_no_room_ends_well_when_it_is_not_needed_a
     process = RemoteProcess(spec, 0, None, 0, lambda reference, seconds: None, begin)
     process.signal(signal.SIGTERM)
     process.reap()
-    assert process.exit.code == 0
-    assert process.exit.well
+    assert process.code == 0
+    assert process.well

@@ -27,7 +27,6 @@ from anabranch.job import JOINED_VARIABLE, LISTEN_VARIABLE
 from anabranch.launch.job_status import ahead
 from anabranch.launch.meeting.addresses import held_port
 from anabranch.launch.supervision.orphans import adopt_orphans, kill_orphans
-from anabranch.launch.supervision.outcome import Exit
 from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess, open_log, write_all
 from anabranch.liveness.membership import MEMBERS_VARIABLE, files_beside, for_workers, put_beside
 from anabranch.record.process import TRACE_VARIABLE, process_state, replace_text
@@ -192,7 +191,7 @@ class RoleActor:
             if process.running and select.select([process.pidfd], [], [], seconds)[0]:
                 process.reap()
                 kill_orphans(f"TORCHELASTIC_RUN_ID={process.spec.environment['TORCHELASTIC_RUN_ID']}", {process.pid})
-            return process.exit_code
+            return None if process.running else process.code
 
     def _new_output(self) -> list[tuple[int, bytes]]:
         news: list[tuple[int, bytes]] = []
@@ -297,11 +296,6 @@ class RemoteProcess(RoleProcess):
         self._follower.start()
 
     @property
-    def exit(self) -> Exit:
-        """Its exit."""
-        return replace(super().exit, node_lost=self.lost and not self.stopped)
-
-    @property
     def frozen(self) -> bool:
         """True if the actor, which was awake, has seen it stopped twice."""
         return self._looks_stopped > 1
@@ -334,19 +328,18 @@ class RemoteProcess(RoleProcess):
     def reap(self) -> None:
         """Take the exit code of a process that has ended."""
         self._follower.join(_LOST_SECONDS)
-        self._ended(self._code)
-        os.close(self.pidfd)
+        self._has_ended(self._code)
         if self.lost and self.role != "worker":  # its place is gone with it
             self.spec = replace(self.spec, restarts=None)
 
     def abandon(self) -> None:
         """Count a process whose node does not answer as killed."""
         self.lost = True
-        self._ended(-signal.SIGKILL)
+        super().abandon()
 
-    def _ended(self, code: int) -> None:
-        self.ended_at = time.time()
-        self.exit_code = code
+    def _has_ended(self, code: int) -> None:
+        super()._has_ended(code)
+        self.node_lost = self.lost and not self.stopped
         self._report("gone")
 
     def _follow(self) -> None:
@@ -404,7 +397,7 @@ class RemoteProcess(RoleProcess):
 
     def _report(self, state: str) -> None:
         """Write what has changed of the process's status for ``anabranch status``, in times of this machine's clock."""
-        facts = {**self._facts, "pid": self.pid, "elsewhere": "gone" if self.exit_code is not None else state}
+        facts = {**self._facts, "pid": self.pid, "elsewhere": state if self.running else "gone"}
         if facts != self._reported:
             self._reported = facts
             with suppress(OSError):  # a full disk, a folder that was removed

@@ -85,14 +85,14 @@ class Members:
         done = self._progress()
         if done is None or not self._members() or self._says(process, "closes"):
             return False
-        if process.exit_code in _CRASHES:
+        if process.code in _CRASHES:
             if done[0] in self._crashed:
                 self._tell(f"{process.who} is the second that has crashed in step {done[0] + 1}")
                 return False
             self._crashed.add(done[0])
-        elif process.exit_code != -signal.SIGKILL:
+        elif process.code != -signal.SIGKILL:
             return False
-        ended = [one for one in self._workers if one.exit_code == 0]
+        ended = [one for one in self._workers if not one.running and one.code == 0]
         there = len(self._members()) + len(self.newcomers()) + len(self._awaited) + len(ended)
         restarts = process.spec.restarts
         left = 0 if restarts is None or self._takes_nobody() else restarts.times - restarts.used
@@ -103,7 +103,7 @@ class Members:
     def leave(self, process: RoleProcess) -> str:
         """Publish the membership without a worker that has ended; return what users should know of it."""
         self._last = process if process.forgiven else self._last
-        ended = process.exit_code == 0
+        ended = process.code == 0
         closed = ended and not self._says(process, "leaves")
         self._now = now = self._now.without(process.rank, ended=ended, closed=closed)
         self._publish()
@@ -196,7 +196,7 @@ class Members:
 
     def end(self, process: RoleProcess) -> None:
         """Let nobody meet any more, because ``process`` has failed."""
-        if self._last is not None and process.exit.is_consequence:  # of a loss that was to be forgiven
+        if self._last is not None and process.is_consequence:  # of a loss that was to be forgiven
             self._last.forgiven = False
         now = self._now.without(process.rank) if process.role == "worker" else self._now
         self._now = msgspec.structs.replace(now, over=True)
