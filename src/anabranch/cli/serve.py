@@ -21,9 +21,9 @@ _MOST_UIDS = 8
 
 @serve.callback()
 def _speak() -> None:
-    """Show the library's warnings: a service has no script that would give its logger a handler."""
-    handler = _OnStderr(logging.WARNING)
-    logging.getLogger("anabranch").addHandler(handler)
+    """Show the library's warnings, and why nothing happens while kernels are compiled: no script has a handler here."""
+    logging.getLogger("anabranch").addHandler(_OnStderr())
+    logging.getLogger("anabranch.compiling").setLevel(logging.INFO)
 
 
 _Listen = Annotated[
@@ -183,7 +183,6 @@ def parameters(
         raise typer.BadParameter("--repair needs --durability and --checkpoint-dir: it repairs the files there")
     if shard >= shards:
         raise typer.BadParameter(f"--shard {shard} is out of range for --shards {shards}; the first is 0")
-    _show_compiling()
     process_record()  # a launcher is told, too
     with Lasting("compile", "compute"):
         compile_kernels()  # takes a minute at first; a signal may still end it, since nothing is lost
@@ -226,10 +225,3 @@ class _OnStderr(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print the record's message."""
         tell(record.getMessage())
-
-
-def _show_compiling() -> None:
-    """Show why nothing happens while the kernels of tables are compiled."""
-    logger = logging.getLogger("anabranch.compiling")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(_OnStderr())

@@ -172,7 +172,7 @@ class Redo:
 
     def _fix(self, why: str) -> None:
         self.fixed = why
-        self._place.end_with_any()
+        self._place.say("ends")
         if self._workers.rank == 0:
             _log.log(logging.WARNING if self.may_shrink else logging.INFO, "%s: %s", ENDS, why)
 
@@ -223,7 +223,7 @@ class Redo:
         """Let the job end with this worker from now on: what it does behind its training is done by no other."""
         _open.discard(self)
         if self._runners:
-            self._place.close()
+            self._place.say("closes")
 
     def meet(self, error: PeerLost, name: str) -> tuple[bool, Runs, MembershipRecord]:
         """Meet the others after an interrupted run of the step ``name``, and settle which window was the last.
@@ -274,7 +274,7 @@ class Redo:
     def _wait_here(self) -> None:
         for dtype in NUMBERS:
             load_kernels(dtype)  # before the others wait for this one
-        self._place.wait_here()
+        self._place.say("waits")
 
     def members_progress(self, *, invited: bool) -> tuple[int, int]:
         """Return the members' steps and epochs, for a newcomer; ``invited``: once they stand still for it."""
@@ -312,7 +312,7 @@ class Redo:
             raise PeerLost("it makes another call, and leaves", peer=rank_names(others), operation=_COMPARISON)
 
     def _leave(self, text: str) -> NoReturn:
-        self._place.leave()
+        self._place.say("leaves")
         self._end(text)
 
     def _end(self, text: str) -> NoReturn:

@@ -88,7 +88,6 @@ class ForkServer:
                 start_new_session=True,
             )
         self.pid = self._process.pid
-        self._owner = os.getpid()
         self._ready = False
         self._lock = threading.Lock()  # jobs may run in several threads
 
@@ -131,8 +130,6 @@ class ForkServer:
 
     def close(self) -> None:
         """End it; its forks continue to run."""
-        if os.getpid() != self._owner:  # a fork of this process does not own it
-            return
         self._channel.close()
         if not self._ready:  # it imports, and would notice only after that
             self._process.kill()
