@@ -46,7 +46,7 @@ def view(
         with PageServer(page, port) as server:
             typer.echo(f"anabranch: the page: {server.url} (Ctrl-C ends)")
             try:
-                server.serve()
+                server.serve_forever()
             except KeyboardInterrupt:
                 return
 

@@ -195,6 +195,6 @@ def why_not_forked(program: PythonProgram, environment: Mapping[str, str], serve
         text = environment.get(name)
         if text is not None and not (text.isascii() and text.isdecimal() and int(text) > 0):
             return f"{name}={text!r} is not a plain number"
-    if not program.is_source:
-        return f"{os.fspath(program.target)!r} is not a file of Python source"
+    if not program.is_module and not program.target.endswith(".py"):
+        return f"{program.target!r} may be a directory or an archive"
     return None
