@@ -151,14 +151,14 @@ def rendezvous(
         env = {**attempt.base, "TORCHELASTIC_RUN_ID": attempt.run_id}
         log = attempt.spec.log_dir / "rendezvous-0.log"
         process = start(ProcessSpec("rendezvous", 0, PROGRAM, env, log, stdin=meeting.descriptor), 0)
-        stack.callback(_end_rendezvous, process, at_once=lambda: attempt.stopped is not None)
+        stack.callback(_end_rendezvous, attempt, process)
         meeting.wait_until_ready()
         yield process, meeting.port
 
 
-def _end_rendezvous(process: RoleProcess, at_once: Callable[[], bool]) -> None:
-    """Wait for the end of the process, whose channel is closed; ``at_once``: it may still import."""
-    if at_once():
+def _end_rendezvous(attempt: Attempt, process: RoleProcess) -> None:
+    """Wait for the end of the process, whose channel is closed."""
+    if attempt.stopped is not None:  # it may still import
         process.signal(signal.SIGKILL)
     if process.running:
         if not select.select([process.pidfd], [], [], _END_SECONDS)[0]:

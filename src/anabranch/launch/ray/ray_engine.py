@@ -148,7 +148,7 @@ class _Site(Site):
         self._actors[role, rank] = placed.remote(own)
 
     def meet(self, stack: ExitStack) -> None:
-        """Make the job's certificates, and start the rendezvous process beside the launcher: none is lost with it."""
+        """Make the job's certificates, and start the rendezvous process, which is lost with the launcher alone."""
         from ray.util import get_node_ip_address
 
         attempt, folder = self._attempt, stack.enter_context(PrivateFolder())
