@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -208,15 +209,15 @@ def _serve(make: Callable[[], Any], families: str, address: str | None, linger: 
     from anabranch.transport.server.service import serve_until_stopped
 
     read = getattr(observe, families)
-    metrics = None if address is None else lambda server: observe.serve_metrics(address, lambda: read(server))
 
-    def made() -> Any:
-        server = make()
-        if text:  # behind what the server refuses, as TCP without keys
-            tell(text)
-        return server
+    @contextmanager
+    def beside(server: Any) -> Iterator[None]:
+        with nullcontext() if address is None else observe.serve_metrics(address, lambda: read(server)):
+            if text:  # behind all that may be refused, such as TCP without keys
+                tell(text)
+            yield
 
-    serve_until_stopped(made, metrics, linger=linger)
+    serve_until_stopped(make, beside, linger=linger)
 
 
 class _OnStderr(logging.Handler):
