@@ -27,8 +27,8 @@ $(STAMP)-%: $(STAMP)
 # Once for each dtype, and again where a source of the kernels has changed: or every process of the tests waits for them.
 $(STAMP)-kernels: $(STAMP)-test $(shell find src/anabranch/tables -name '*.py') src/anabranch/collectives/shared_memory.py
 	@echo "compiling kernels (about a minute)"
-	@for which in "float32 caches" "float64 caches" "bfloat16 caches" float16; do \
-		$(BIN)/python tools/compile_kernels.py $$which others tables & done; wait
+	@printf '%s others tables\n' "float32 caches" "float64 caches" "bfloat16 caches" float16 | \
+		xargs -P 4 -L 1 $(BIN)/python tools/compile_kernels.py
 	@touch $@
 
 # It kills a process of experts and a worker of its own, once.

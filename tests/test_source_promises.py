@@ -77,7 +77,6 @@ DATES = {
     "held_error.py",
     "transport/certificates.py",
     "checkpoint/writing.py",
-    "launch/ray/role_actor.py",
     "launch/job_status.py",
     "launch/supervision/worker.py",
 }

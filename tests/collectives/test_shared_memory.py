@@ -253,7 +253,7 @@ def voted() -> dict[str, list[Any]]:
             elif what == "no memory" and workers.rank == 0:
                 patch.setattr(os, "posix_fallocate", refuse)
             elif what == "cannot open" and workers.rank == 1:
-                patch.setattr(shared, "_open", refuse)
+                patch.setattr(shared, "_map", refuse)
             sums = [shared_sums(workers, [FlatForm(10, torch.float32, CPU)]) for _ in range(2)]
             found[what] = [sums, workers.all_reduce(torch.ones(1)).item(), *said]
         assert mappings() == 0

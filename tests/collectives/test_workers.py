@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ from anabranch.collectives import Workers
 from anabranch.collectives import workers as workers_module
 from anabranch.collectives.messages import ended_within
 from anabranch.collectives.workers import SAID_AFTER, _Comparison
-from anabranch.errors import BoundaryError, DeadlineExceeded
+from anabranch.errors import BoundaryError
 from anabranch.record import spans
 from toys import in_job, run_in_job
 
@@ -36,26 +35,6 @@ def meeting_again() -> list[Any]:
 
 def test_workers_may_meet_again_after_they_have_parted() -> None:
     assert in_job(meeting_again, 3) == [[[3.0, [0, 1, 2], [0.0, 0]]] * 3 + [True]] * 3
-
-
-def one_failing_at_first() -> list[Any]:
-    dist.init_process_group("gloo")
-    store, results = dist.distributed_c10d._get_default_store(), list[Any]()
-    for group in (None, dist.new_group([0, 1])):
-        if dist.get_rank() == 0:  # the other one's construction has failed before it came here
-            with pytest.raises(DeadlineExceeded):
-                Workers(group, timeout=0.3)
-            store.set(f"late {len(results)}", "yes")
-        else:
-            store.wait([f"late {len(results)}"])
-        began = time.monotonic()
-        with Workers(group, timeout=60) as workers:
-            results += [workers.all_reduce(torch.ones(1)).item(), time.monotonic() - began < 30]
-    return results
-
-
-def test_workers_meet_after_the_construction_of_one_of_them_has_failed() -> None:
-    assert in_job(one_failing_at_first, 2) == [[2.0, True] * 2] * 2
 
 
 def calls_apart() -> list[str]:

@@ -108,6 +108,7 @@ def test_a_mistake_on_the_command_line_is_reported_without_a_traceback(
     assert result.exit_code == code
     assert isinstance(result.exception, SystemExit)
     assert says in " ".join(result.output.replace("│", " ").split())
+    assert "anabranch: serving" not in result.output, "before it is refused"
 
 
 def test_keys_are_made_by_the_command_line_and_never_overwritten(tmp_path: Path) -> None:

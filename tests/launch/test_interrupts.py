@@ -20,8 +20,8 @@ import pytest
 from jobs import launch, marked_processes
 
 from anabranch.cli import messages
-from anabranch.launch import local
 from anabranch.launch.job_status import status_of
+from anabranch.launch.meeting.rendezvous import Rendezvous
 from anabranch.launch.supervision.signals import collect_signals
 from launched import start_run
 from waiting import wait_until
@@ -42,7 +42,7 @@ def test_a_signal_before_anything_of_the_users_runs_ends_at_once(
         os.kill(os.getpid(), number)
         reached.append(left.wait(LIMIT))
 
-    monkeypatch.setattr(local.Rendezvous, "wait_until_ready", stuck)
+    monkeypatch.setattr(Rendezvous, "wait_until_ready", stuck)
     before = marked_processes(mark)
     told: list[str] = []
     outcome = launch(script("print('never')"), workers=2, log_dir=tmp_path, tell=told.append)
@@ -56,7 +56,7 @@ def test_a_signal_that_came_before_its_handler_ends_the_launcher_too(
     script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While a job was made ready Ctrl-C was collected, and looked at when all processes had started."""
-    monkeypatch.setattr(local.Rendezvous, "wait_until_ready", lambda rendezvous: pytest.fail("it went on"))
+    monkeypatch.setattr(Rendezvous, "wait_until_ready", lambda rendezvous: pytest.fail("it went on"))
     with collect_signals():
         os.kill(os.getpid(), signal.SIGINT)
         outcome = launch(script("print('never')"), workers=2, log_dir=tmp_path)

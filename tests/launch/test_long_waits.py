@@ -59,6 +59,11 @@ def test_a_line_gives_the_deadline_of_a_wait_where_it_is_known() -> None:
     assert Told().look(waits) == ["rank 0 waits for rank 1 in all_reduce (12 s, at most 600 s)"]
 
 
+def test_names_from_other_processes_do_not_move_the_cursor() -> None:
+    waits = role("worker 0", "waiting", 12.0, "expert \x1b[2Jffn.0\n", "forward\r")
+    assert Told().look(waits) == ["rank 0 waits for expert ?[2Jffn.0? in forward? (12 s)"]
+
+
 def test_waits_for_the_same_process_share_a_line_with_its_state() -> None:
     roles = [role(f"worker {rank}", "waiting", 10.0 + rank, "parameters 0") for rank in (0, 2, 1)]
     other = role("worker 3", "waiting", 10.0, "worker 9", "all_reduce")

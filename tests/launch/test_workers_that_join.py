@@ -198,29 +198,48 @@ def test_a_newcomer_is_alone_until_its_first_run(
     assert ["best 3 2" in texts[0], "best 3 0" in texts[1]] == [True, True]
 
 
-GIVEN = """
-    import os, signal, torch, anabranch as ab
-    model = torch.nn.Linear(4, 1)
-    step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), torch.optim.SGD(model.parameters(), lr=0.001))
-    with ab.Executor(step) as executor:
+NOT_ELASTIC = """
+    import os, signal, sys, torch, anabranch as ab
+    given, model = sys.argv[1] == "given", torch.nn.Linear(4, 1)
+
+    def loss(model, batch):
+        if not given and ab.job().rank == 1:
+            ab.send(batch[0], 0)
+        elif not given and ab.job().rank == 0:
+            ab.recv(1)
+        return model(batch).square().mean()
+
+    def share(job):
+        return torch.full((8, 4), 1.0 + job.rank)
+
+    with ab.Executor(ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.001))) as executor:
         for number in range(10**9):
-            executor.run(batch=torch.full((8, 4), 1.0 + ab.job().rank))
+            executor.run(batch=share(ab.job()) if given else share)
             if number == 2 and ab.job().rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_job_that_is_not_elastic_ends_with_a_killed_worker(script: Script, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("way", "why"),
+    [
+        ("given", "run('default', ...) was given a batch, and not a function that returns each worker's share"),
+        ("sends", "step 'default' calls ab.send or ab.recv"),
+    ],
+)
+def test_a_job_that_is_not_elastic_ends_with_a_killed_worker(
+    script: Script, tmp_path: Path, way: str, why: str
+) -> None:
     told: list[str] = []
-    outcome = launch(script(GIVEN), workers=3, log_dir=tmp_path, tell=told.append, patience=PATIENT)
+    outcome = launch(script(NOT_ELASTIC), [way], workers=3, log_dir=tmp_path, tell=told.append, patience=PATIENT)
     assert outcome.exit_code == 1
     assert not any("takes its place" in line for line in told)
     texts = [(tmp_path / f"worker-{rank}.log").read_text() for rank in (0, 2)]
-    why = "run('default', ...) was given a batch, and not a function that returns each worker's share"
     says = f"the job ends with the first worker that is killed or freezes: {why}"
     assert [text.count(says) for text in texts] == [1, 0]
     assert all("PeerLost: rank 1 is lost" in text for text in texts)
-    assert all(f"the job does not go on without it: {why}" in text for text in texts)
+    those = texts[:1] if way == "sends" else texts  # rank 2 does not send, and could go on
+    assert all(f"the job does not go on without it: {why}" in text for text in those)
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ WRONG = [
     (["status", "--watch", "--json"], "prints once"),
     (["status", "tcp://nonsense"], "nonsense"),
     (["view", "{folder}/absent.json"], "there is no"),
-    (["view", "{folder}/text.json"], "is not a trace in Chrome's format"),
+    (["view", "{folder}/text.json"], "is not a trace of Anabranch"),
     (["view", "{folder}/graph.safetensors"], "nor a graph written by Graph.save"),
     (["view", "{folder}"], "give a job's log folder (--log-dir)"),
 ]

@@ -185,14 +185,14 @@ def test_a_process_that_compiles_or_waits_for_one_that_does_logs_one_line(
 
 
 def test_the_command_line_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
-    logger = logging.getLogger("anabranch.compiling")
-    before = logger.level, list(logger.handlers)
+    logger, library = logging.getLogger("anabranch.compiling"), logging.getLogger("anabranch")
+    before = logger.level, list(library.handlers)
     try:
-        serve._show_compiling()
+        serve._speak()
         _compiling._say_once.cache_clear()
         _compiling._say_once()
     finally:
         logger.setLevel(before[0])
-        logger.handlers[:] = before[1]
+        library.handlers[:] = before[1]
     shown = "anabranch: compiling the kernels of tables (once on this machine, about a minute)\n"
     assert capsys.readouterr().err == shown

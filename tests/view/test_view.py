@@ -135,7 +135,7 @@ def answer(server: PageServer, path: str = "/", **headers: str) -> http.client.H
 
 def test_a_page_is_served_on_loopback_under_this_machines_name_alone() -> None:
     with PageServer("<p>hello") as server:
-        thread = threading.Thread(target=server.serve)
+        thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
             assert server.url.startswith("http://127.0.0.1:")
@@ -144,7 +144,7 @@ def test_a_page_is_served_on_loopback_under_this_machines_name_alone() -> None:
             assert answer(server, "/etc/passwd").status == 404
             assert answer(server, Host="elsewhere.example:80").status == 403
         finally:
-            server.stop()
+            server.shutdown()
             join(thread)
 
 

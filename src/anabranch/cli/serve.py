@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,9 +22,9 @@ _MOST_UIDS = 8
 
 @serve.callback()
 def _speak() -> None:
-    """Show the library's warnings: a service has no script that would give its logger a handler."""
-    handler = _OnStderr(logging.WARNING)
-    logging.getLogger("anabranch").addHandler(handler)
+    """Show the library's warnings, and why nothing happens while kernels are compiled: no script has a handler here."""
+    logging.getLogger("anabranch").addHandler(_OnStderr())
+    logging.getLogger("anabranch.compiling").setLevel(logging.INFO)
 
 
 _Listen = Annotated[
@@ -119,10 +120,10 @@ def experts(
         names = [backend.uid for backend in backends]
         saved = [name for name in names if checkpoint_dir is not None and (checkpoint_dir / name).is_dir()]
         more = f" and {len(names) - _MOST_UIDS} more" if len(names) > _MOST_UIDS else ""
-        tell(f"serving {', '.join(names[:_MOST_UIDS])}{more}: {_state(saved, names)}")
+        text = f"serving {', '.join(names[:_MOST_UIDS])}{more}: {_state(saved, names)}"
         make_server = partial(ExpertServer, backends, directory=directory, checkpoint_dir=checkpoint_dir, device=device)
         options: dict[str, Any] = {"listen": listen, "keys": keys, "insecure": insecure, "heartbeat": heartbeat}
-        _serve(partial(make_server, **options), "expert_metrics", metrics, linger)
+        _serve(partial(make_server, **options), "expert_metrics", metrics, linger, text)
 
 
 @serve.command()
@@ -183,17 +184,16 @@ def parameters(
         raise typer.BadParameter("--repair needs --durability and --checkpoint-dir: it repairs the files there")
     if shard >= shards:
         raise typer.BadParameter(f"--shard {shard} is out of range for --shards {shards}; the first is 0")
-    _show_compiling()
     process_record()  # a launcher is told, too
     with Lasting("compile", "compute"):
         compile_kernels()  # takes a minute at first; a signal may still end it, since nothing is lost
     with plain_errors():
         saved = [] if checkpoint_dir is None or not checkpoint_dir.is_dir() else [*checkpoint_dir.iterdir()]
-        tell(f"serving shard {shard} of {shards}: {_state(saved[:1], [shard])}")
+        text = f"serving shard {shard} of {shards}: {_state(saved[:1], [shard])}"
         make_server = partial(ParameterServer, shard, shards, listen, durability, checkpoint_dir)
         options: dict[str, Any] = {"checkpoint_seconds": checkpoint_seconds, "repair": repair, "threads": threads}
         options |= {"keys": keys, "insecure": insecure, "heartbeat": heartbeat}
-        _serve(partial(make_server, **options), "parameter_metrics", metrics, linger)
+        _serve(partial(make_server, **options), "parameter_metrics", metrics, linger, text)
 
 
 def _state(saved: Sequence[object], served: Sequence[object]) -> str:
@@ -203,14 +203,21 @@ def _state(saved: Sequence[object], served: Sequence[object]) -> str:
     return f"{len(saved)} restored, {len(served) - len(saved)} new"
 
 
-def _serve(make: Callable[[], Any], families: str, address: str | None, linger: float) -> None:
-    """Serve until a signal, with the server's metrics at ``address``, if there is one."""
+def _serve(make: Callable[[], Any], families: str, address: str | None, linger: float, text: str = "") -> None:
+    """Serve until a signal, with the server's metrics at ``address``, if there is one; ``text`` says what is served."""
     from anabranch import observe
     from anabranch.transport.server.service import serve_until_stopped
 
     read = getattr(observe, families)
-    metrics = None if address is None else lambda server: observe.serve_metrics(address, lambda: read(server))
-    serve_until_stopped(make, metrics, linger=linger)
+
+    @contextmanager
+    def beside(server: Any) -> Iterator[None]:
+        with nullcontext() if address is None else observe.serve_metrics(address, lambda: read(server)):
+            if text:  # behind all that may be refused, such as TCP without keys
+                tell(text)
+            yield
+
+    serve_until_stopped(make, beside, linger=linger)
 
 
 class _OnStderr(logging.Handler):
@@ -219,10 +226,3 @@ class _OnStderr(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print the record's message."""
         tell(record.getMessage())
-
-
-def _show_compiling() -> None:
-    """Show why nothing happens while the kernels of tables are compiled."""
-    logger = logging.getLogger("anabranch.compiling")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(_OnStderr())

@@ -13,10 +13,8 @@ from anabranch.cli.messages import plain_errors
 from anabranch.launch.job_status import JobStatus, RoleStatus, latest_job, status_of
 from anabranch.record.words import in_words
 from anabranch.view.page import page_of
-from anabranch.view.schedules import Key
 from anabranch.view.serving import PageServer
-from anabranch.view.trace_events import is_packed
-from anabranch.view.trace_page import read_trace
+from anabranch.view.trace_page import Key, read_trace
 
 
 def view(
@@ -48,7 +46,7 @@ def view(
         with PageServer(page, port) as server:
             typer.echo(f"anabranch: the page: {server.url} (Ctrl-C ends)")
             try:
-                server.serve()
+                server.serve_forever()
             except KeyboardInterrupt:
                 return
 
@@ -63,7 +61,7 @@ def _page(path: Path) -> str:
         raise ValueError(f"there is no file {path}; give a job's log folder (--log-dir), a trace or a saved graph")
     with path.open("rb") as file:
         start = file.read(256).lstrip()
-    if start[:1] in (b"{", b"[") or not start or is_packed(start):
+    if start[:1] == b"{":
         return page_of("run", path.name, {"job": None, "trace": read_trace(path, planned)})
     return _graph(path)
 

@@ -33,7 +33,6 @@ on what was complete when one of them was lost, and a frozen rank that wakes com
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import logging
 import mmap
 import os
@@ -581,8 +580,6 @@ def _pages(size: int) -> int:
 
 # The memory.
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # a mapped file that shrinks means SIGBUS
-
 
 def _meet(workers: Workers, first: int, size: int) -> _Memory | None:
     """Map memory that the ``first`` rank makes and its host's others open through /proc, as those of one user may."""
@@ -593,10 +590,11 @@ def _meet(workers: Workers, first: int, size: int) -> _Memory | None:
                 descriptor = _create(size)
             except OSError as error:
                 problem = str(error)
-        place = workers.all_gather_bytes(f"{os.getpid()} {descriptor}".encode(), operation="place of shared memory")
+        place = f"/proc/{os.getpid()}/fd/{descriptor}".encode()
+        places = workers.all_gather_bytes(place, operation="place of shared memory")
         try:
             if workers.rank != first:
-                descriptor = _open(place[first].decode(), size)
+                descriptor = os.open(places[first], os.O_RDWR | os.O_CLOEXEC)
             if descriptor >= 0:
                 memory = _map(descriptor, size)
         except OSError as error:
@@ -613,22 +611,12 @@ def _meet(workers: Workers, first: int, size: int) -> _Memory | None:
 
 
 def _create(size: int) -> int:
-    descriptor = os.memfd_create("anabranch-sums", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = os.memfd_create("anabranch-sums", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(descriptor, 0, size)  # too little memory is an error here, and SIGBUS later
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
     except OSError:
         os.close(descriptor)
         raise
-    return descriptor
-
-
-def _open(place: str, size: int) -> int:
-    pid, number = place.split()
-    descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-    if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) != _SEALS or os.fstat(descriptor).st_size != size:
-        os.close(descriptor)
-        raise OSError(f"descriptor {number} of process {pid} is not memory of {size} bytes")
     return descriptor
 
 

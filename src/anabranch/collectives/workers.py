@@ -31,7 +31,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any, TypeVar, cast
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -227,21 +227,13 @@ class Workers(Group):
         atexit.register(self._end)
 
     def _meet(self) -> None:
-        """Meet the others, and take what makes the group's name unique from the first.
-
-        A count would not do: where a construction fails on one rank, it has made fewer groups than the others.
-        """
-        group = self._group
-        assert group is not None
-        if group not in _unmet:
-            mine = torch.tensor(list(uuid.uuid4().bytes), dtype=torch.uint8, device=self.device)
-            everyone = mine.new_empty(self.size, len(mine))
-            work = dist.all_gather(list(everyone.unbind(0)), mine, group=group, async_op=True)
-            _unmet[group] = everyone, cast(dist.Work, work)
-        everyone, work = _unmet[group]
-        done, look, deadline = partial(ended_within, work), reminder(self.others), Deadline.after(self.timeout)
+        """Meet the others, and take what makes the group's name unique from the first."""
+        mine = torch.tensor(list(uuid.uuid4().bytes), dtype=torch.uint8, device=self.device)
+        everyone = mine.new_empty(self.size, len(mine))
+        work = dist.all_gather(list(everyone.unbind(0)), mine, group=self._group, async_op=True)
+        done = partial(ended_within, cast(dist.Work, work))
+        deadline, look = Deadline.after(self.timeout), reminder(self.others)
         self.wait_for(done, deadline, "meet", None, on_host=self.on_host, noticed=look)
-        del _unmet[group]
         self.name += f"/{bytes(everyone[0].tolist()).hex()}"
         self.peers.look_up(self.others, self.heartbeat)
 
@@ -521,6 +513,3 @@ def _cut(rows: Sequence[Tensor], lengths: Sequence[int]) -> list[bytes]:
 # interpreter's lock to free a tensor.
 _unfinished = set[Pending]()
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_unfinished))
-
-# Meetings that not all ranks have come to. The others will meet these, so a later construction goes on with them.
-_unmet: WeakKeyDictionary[dist.ProcessGroup, tuple[Tensor, dist.Work]] = WeakKeyDictionary()

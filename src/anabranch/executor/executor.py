@@ -584,7 +584,7 @@ class Executor:
                     runs.pop(0)
                     over = False
                     if redo is not None:
-                        redo.ended(batch)
+                        redo.ended(name, batch)
         finally:
             if self._remote is not None:
                 self._remote.tables.end(self._remote.clock)

@@ -16,6 +16,7 @@ the script loads.
 from __future__ import annotations
 
 import os
+import select
 import signal
 import tempfile
 import time
@@ -38,6 +39,7 @@ from anabranch.job import (
     RUN_VARIABLE,
 )
 from anabranch.launch.job_status import JobFile
+from anabranch.launch.meeting.rendezvous import PROGRAM, Rendezvous
 from anabranch.launch.output.long_waits import LongWaits
 from anabranch.launch.output.screen import Screen
 from anabranch.launch.python_program import PythonProgram
@@ -53,6 +55,7 @@ from anabranch.record.trace import ProcessTrace, read_part, write_trace
 from anabranch.transport.certificates import KEYS_VARIABLE
 
 _LINGER_SECONDS = 25.0  # for which a service serves on after its first signal while workers are connected
+_END_SECONDS = 5.0
 
 
 @dataclass(slots=True)
@@ -135,6 +138,37 @@ Sites: TypeAlias = Callable[[Attempt], AbstractContextManager[Site]]
 """Makes the site of an attempt ready; the end of its block ends what it has started."""
 
 
+@contextmanager
+def rendezvous(
+    attempt: Attempt,
+    start: Callable[[ProcessSpec, int], RoleProcess],
+    directory: str | None,
+    keys: Path | None,
+    host: str = "127.0.0.1",
+) -> Iterator[tuple[RoleProcess, int]]:
+    """Run the process through which all meet until the block ends; yield it, ready, and the port of its store."""
+    with ExitStack() as stack, Rendezvous(directory, keys, host) as meeting:
+        env = {**attempt.base, "TORCHELASTIC_RUN_ID": attempt.run_id}
+        log = attempt.spec.log_dir / "rendezvous-0.log"
+        process = start(ProcessSpec("rendezvous", 0, PROGRAM, env, log, stdin=meeting.descriptor), 0)
+        stack.callback(_end_rendezvous, attempt, process)
+        meeting.wait_until_ready()
+        yield process, meeting.port
+
+
+def _end_rendezvous(attempt: Attempt, process: RoleProcess) -> None:
+    """Wait for the end of the process, whose channel is closed."""
+    if attempt.stopped is not None:  # it may still import
+        process.signal(signal.SIGKILL)
+    if process.running:
+        if not select.select([process.pidfd], [], [], _END_SECONDS)[0]:
+            process.signal(signal.SIGKILL)
+        process.reap()
+    with suppress(OSError):
+        if not process.early and not process.log.stat().st_size:  # shown for one that was lost
+            process.log.unlink()
+
+
 def run_job(spec: JobSpec, sites: Sites, tell: Callable[[str], None]) -> JobOutcome:
     """Run the job, and again as long as it fails on its own and restarts are left.
 
@@ -206,7 +240,7 @@ def _run(sites: Sites, attempt: Attempt) -> JobOutcome:
         for role in roles[: spec.workers]:
             if role.rank == 0 and screen is not None:
                 hold = {} if spec.verbose else {HELD_ERROR_VARIABLE: str(held)}
-                role = replace(role, screen=screen, environment={**role.environment, **hold})
+                role = replace(role, screen=(screen.stdout, screen.stderr), environment={**role.environment, **hold})
             workers.append(site.start(role, attempt.number))
         if screen is not None:
             screen.started()
@@ -216,11 +250,11 @@ def _run(sites: Sites, attempt: Attempt) -> JobOutcome:
         return JobOutcome((), attempt.stopped, timed_out=False, seconds=time.monotonic() - started)
     ended = [*services, *([site.rendezvous] if site.rendezvous.early else [])]
     return JobOutcome(
-        exits=tuple(process.exit for process in workers),
+        exits=tuple(workers),
         interrupted=supervisor.interrupted,
         timed_out=supervisor.timed_out,
         seconds=time.monotonic() - started,
-        services=tuple(process.exit for process in ended),
+        services=tuple(ended),
     )
 
 

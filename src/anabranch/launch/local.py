@@ -11,16 +11,13 @@
 
 from __future__ import annotations
 
-import select
-import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from anabranch.launch.forks.launcher_side import ForkServer, ForkServerError, why_no_fork_server, why_not_forked
-from anabranch.launch.job import Attempt, Site, run_job
+from anabranch.launch.job import Attempt, Site, rendezvous, run_job
 from anabranch.launch.meeting.addresses import private_place, tcp_place
-from anabranch.launch.meeting.rendezvous import PROGRAM, Rendezvous
 from anabranch.launch.spec import JobSpec
 from anabranch.launch.supervision.orphans import adopt_orphans, kill_orphans
 from anabranch.launch.supervision.outcome import JobOutcome
@@ -28,8 +25,6 @@ from anabranch.launch.supervision.signals import collect_signals
 from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
 from anabranch.transport.certificates import KEYS_VARIABLE
 from anabranch.transport.endpoints import PrivateFolder
-
-_END_SECONDS = 5.0
 
 
 def launch(
@@ -82,18 +77,13 @@ class _Site(Site):
         self.directory = spec.directory or (self._place.directory if spec.has_services else None)
         self.parameters = self._place.parameters
         self.keys = self._place.keys if self.directory is not None else None
-        own = None if spec.directory is not None else self.directory
-        self._meeting = stack.enter_context(Rendezvous(own, self._place.keys))
-        self.master = ("127.0.0.1", self._meeting.port)
-        self.meeting = self.members = self._scratch / f"meeting-{self._meeting.port}"
         sessions = self._sessions = set[int]()
         stack.enter_context(adopt_orphans())
         stack.callback(lambda: kill_orphans(f"TORCHELASTIC_RUN_ID={attempt.run_id}", sessions))
-        env = {**attempt.base, "TORCHELASTIC_RUN_ID": attempt.run_id}
-        log = spec.log_dir / "rendezvous-0.log"
-        self.rendezvous = self.start(ProcessSpec("rendezvous", 0, PROGRAM, env, log, stdin=self._meeting.descriptor))
-        stack.callback(self._end)
-        self._meeting.wait_until_ready()
+        own = None if spec.directory is not None else self.directory
+        self.rendezvous, port = stack.enter_context(rendezvous(attempt, self.start, own, self._place.keys))
+        self.master = ("127.0.0.1", port)
+        self.meeting = self.members = self._scratch / f"meeting-{port}"
 
     def show(self) -> None:
         """Do nothing: they see it."""
@@ -104,7 +94,7 @@ class _Site(Site):
     def expert_listens(self, index: int) -> str:
         return self._place.expert(index)
 
-    def start(self, spec: ProcessSpec, restarted: int = 0) -> RoleProcess:
+    def start(self, spec: ProcessSpec, restarted: int) -> RoleProcess:
         process = self._forked(spec, restarted) or RoleProcess(spec, restarted)
         self._sessions.add(process.pid)
         self._attempt.job_file.began(process.role, process.rank, process.pid, spec.endpoint)
@@ -119,17 +109,3 @@ class _Site(Site):
             self._attempt.tell(f"starting plain processes, which takes longer: {error}")
             self._server = None
             return None
-
-    def _end(self) -> None:
-        """End the rendezvous process, which exits when its channel is closed."""
-        process = self.rendezvous
-        self._meeting.__exit__(None, None, None)
-        if self._attempt.stopped is not None:  # it may still import
-            process.signal(signal.SIGKILL)
-        if process.running:
-            if not select.select([process.pidfd], [], [], _END_SECONDS)[0]:
-                process.signal(signal.SIGKILL)
-            process.reap()
-        with suppress(OSError):
-            if not process.early and not process.log.stat().st_size:  # shown for one that was lost
-                process.log.unlink()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import zipfile
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -60,9 +59,3 @@ class PythonProgram:
         """The command line of a plain process that runs it."""
         how = [] if not self.is_module else ["-m"] if self.looks_here else ["-P", "-m"]
         return [sys.executable, "-u", *how, self.target, *self.arguments]
-
-    @property
-    def is_source(self) -> bool:
-        """Return True for a module or a Python source file, not for a directory, archive or compiled file."""
-        path = Path(self.target)
-        return self.is_module or (path.is_file() and path.suffix != ".pyc" and not zipfile.is_zipfile(path))

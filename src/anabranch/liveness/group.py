@@ -6,6 +6,7 @@ function that waits briefly; in between the group checks for lost ranks.
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -101,6 +102,7 @@ class Group:
             DeadlineExceeded: names those awaited.
         """
         ranks = self.others if awaited is None else awaited
+        longest = math.inf if at_once else min(self.heartbeat / 2, LOOK_SECONDS)
 
         def facts() -> dict[str, object]:
             limit = round(deadline.elapsed() + deadline.remaining(), 1)
@@ -108,7 +110,7 @@ class Group:
             return {"peer": peer, "operation": operation, "limit": limit} | ({} if step is None else {"step": step})
 
         with Lasting("wait", "wait", facts) if ranks else nullcontext():
-            while not done(max(_SMALLEST_WAIT, self._patience(deadline, at_once=at_once))):
+            while not done(max(_SMALLEST_WAIT, min(longest, deadline.remaining()))):
                 self.check(operation, deadline, step=step, noticed=noticed)
                 if deadline.expired():
                     raise too_late(ranks, operation, deadline, step)
@@ -147,9 +149,6 @@ class Group:
         kind = DeadlineExceeded if "timed out" in message.lower() else PeerLost
         known = [error.rank] if isinstance(error, RankLeft) and error.rank in self.others else self.others
         return kind(message, peer=rank_names(known), operation=operation, step=step, elapsed=deadline.elapsed())
-
-    def _patience(self, deadline: Deadline, *, at_once: bool) -> float:
-        return deadline.remaining() if at_once else min(self.heartbeat / 2, LOOK_SECONDS, deadline.remaining())
 
     def _peer_lost(
         self, lost: Mapping[int, str], operation: str, deadline: Deadline, step: int | None, message: str = ""

@@ -6,7 +6,7 @@ in its first training run until the members invite it, between two steps::
 
     launcher     0: {0: 0, 1: 1, 2: 2, 3: 3}     process 1 is killed     1: {0: 0, 2: 2, 3: 1}     2: {..., 1: 3}
     process 3    rank 3 ── all_reduce ── PeerLost ── reads 1 ── rank 1 ── meets the others ── does the step again
-    process 1    (its replacement)       starts ── first training run: ``OwnPlace.wait_here`` ──────── reads 2 ── rank 3
+    process 1    (its replacement)       starts ── first training run: ``say("waits")`` ────────────── reads 2 ── rank 3
 
 Processes are known by the rank that they were started with, which is also in the names of their logs.
 """
@@ -38,9 +38,9 @@ MEMBER_VARIABLE = "ANABRANCH_MEMBER"
 APART = -1
 """In place of the members' epoch, where they run apart (``ssp``, ``asp``) or have their own batches: nobody joins."""
 
-Word = Literal["waits", "leaves", "closes"]
-"""A worker to the launcher: it waits to be invited; it ends as its calls were not those of the others; it has closed
-its Executor, and trains in no other."""
+Word = Literal["waits", "leaves", "closes", "ends"]
+"""A worker to the launcher: it waits to be invited; it ends as its calls were not those of the others; what it does
+from now on is done by no other, as it has closed its Executor; the job ends with any worker, as it trains."""
 
 _PROGRESS, _NUMBER = struct.Struct("=qq"), struct.Struct("=q")  # optimizer steps, and epochs
 _PAUSE = 0.01
@@ -115,7 +115,7 @@ class OwnPlace:
 
     def __init__(self, meeting: Path, process: int, *, joins: bool) -> None:
         self.meeting, self.process, self.joins = meeting, process, joins
-        self._newcomers, self._closed = str(_beside(meeting, "newcomers")), self._word("closes")
+        self._newcomers = str(_beside(meeting, "newcomers"))
         self._progress: mmap.mmap | None = None
 
     def _word(self, what: Word) -> Path:
@@ -129,9 +129,9 @@ class OwnPlace:
         """Return True if newcomers wait to be invited."""
         return os.path.exists(self._newcomers)
 
-    def wait_here(self) -> None:
-        """Let this newcomer be invited."""
-        self._word("waits").touch()
+    def say(self, what: Word) -> None:
+        """Let the launcher know this."""
+        self._word(what).touch()
 
     def wait_until_invited(self, deadline: Deadline) -> None:
         """Return when this newcomer is a member, or the others have ended; they wait for it then."""
@@ -141,21 +141,14 @@ class OwnPlace:
                 return
             time.sleep(_PAUSE)
 
-    def leave(self) -> None:
-        """Let the launcher know that this process ends because its calls are not those of the others."""
-        self._word("leaves").touch()
-
-    def close(self) -> None:
-        """Let the launcher know that what this process does from now on is done by no other if it is killed."""
-        self._closed.touch()
-
     def write_progress(self, step: int, epoch: int | None = None) -> None:
         """Let newcomers know how far the members are, and the launcher that the job goes on without any of them.
 
         The epoch stays where none is given: newcomers look at it once they are invited.
         """
         if self._progress is None:
-            self._closed.unlink(missing_ok=True)
+            self._word("closes").unlink(missing_ok=True)
+            self._word("ends").unlink(missing_ok=True)
             file = os.open(_beside(self.meeting, "progress"), os.O_RDWR | os.O_CREAT, 0o600)
             os.ftruncate(file, _PROGRESS.size)
             self._progress = mmap.mmap(file, _PROGRESS.size)
@@ -164,15 +157,9 @@ class OwnPlace:
         if epoch is not None:
             _NUMBER.pack_into(self._progress, _NUMBER.size, epoch)
 
-    def end_progress(self) -> None:
-        """Let the launcher know that the job ends with any of its workers."""
-        if self._progress is not None:
-            self._progress = None
-            _beside(self.meeting, "progress").unlink(missing_ok=True)
-
 
 def progress(meeting: Path) -> tuple[int, int] | None:
-    """Return the optimizer steps and epochs that the members have done; ``None`` where none may be lost, or not yet."""
+    """Return the optimizer steps and epochs that the members have done; ``None`` before the first."""
     for what in (_ELSEWHERE, "progress"):
         with suppress(FileNotFoundError, struct.error):
             step, epoch = _PROGRESS.unpack(_beside(meeting, what).read_bytes())

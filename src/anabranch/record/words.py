@@ -15,6 +15,11 @@ _RECEIVING = re.compile(r"R([FB])\d+\.(\d+)<\d+$")
 _OPERATIONS = {"life": "its first answer", "norm": "norm of the gradients", "release": "update"}
 
 
+def on_one_line(text: str) -> str:
+    """Return ``text`` without control characters that move the cursor: names come from scripts and other machines."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
 def in_words(operation: str) -> str:
     """Return an operation as people say it: those of stages and servers are short for messages.
 

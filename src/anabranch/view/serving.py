@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
-class PageServer:
+class PageServer(ThreadingHTTPServer):
     """Serves one page on loopback; nothing else is found there, nor by another name than this machine's.
 
     >>> with PageServer("<p>hello") as server:
@@ -45,28 +45,9 @@ class PageServer:
             def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - http.server's name
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        self._server.daemon_threads = True
+        super().__init__(("127.0.0.1", port), Handler)
 
     @property
     def url(self) -> str:
         """The page's address."""
-        return f"http://127.0.0.1:{self._server.server_address[1]}/"
-
-    def serve(self) -> None:
-        """Answer browsers until ``stop`` is called from another thread, or an exception such as Ctrl-C is raised."""
-        self._server.serve_forever()
-
-    def stop(self) -> None:
-        """End ``serve``."""
-        self._server.shutdown()
-
-    def close(self) -> None:
-        """Give the port back."""
-        self._server.server_close()
-
-    def __enter__(self) -> PageServer:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+        return f"http://127.0.0.1:{self.server_address[1]}/"

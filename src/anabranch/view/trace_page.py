@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import bisect
 import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from anabranch.record.process import read_regular
 from anabranch.record.words import in_words
-from anabranch.view.schedules import Simulate, schedules_of
-from anabranch.view.trace_events import Event, TraceFile, read_events
 
+Event: TypeAlias = dict[str, Any]
 TraceData: TypeAlias = dict[str, Any]
 
+Action: TypeAlias = tuple[int, int, int, str, float, float]
+"""Step, stage, microbatch, phase, start and duration."""
+
+Key: TypeAlias = tuple[int, int, str]
+"""Stage, microbatch and phase."""
+
+Simulate: TypeAlias = Callable[[Mapping[int, Sequence[Key]]], Mapping[Key, tuple[float, float]]]
+"""Returns start and duration of each action, from the order of each stage's actions."""
+
+_MOST_STEPS = 50
 _MOST_SPANS = 200_000
 _MOST_WAITS = 200
 _BYTES = ("bytes", "sent_bytes", "received_bytes")
@@ -23,7 +32,7 @@ _STAGE = "anabranch-stage-"  # begins the name of a stage's thread
 
 
 def read_trace(path: Path, simulate: Simulate) -> TraceData:
-    """Return the data of a trace file that ``run.js`` draws.
+    """Return the data of a trace file, as ``record/trace.py`` writes it, that ``run.js`` draws.
 
     Args:
         path: the file.
@@ -33,21 +42,14 @@ def read_trace(path: Path, simulate: Simulate) -> TraceData:
         ValueError: it is not a trace; gives the reason.
         OSError: it cannot be read.
     """
-    return _data_of(read_events(path), simulate)
-
-
-@dataclass(slots=True)
-class _Lane:
-    """Spans of one thread, or of one row of overlapping spans; ``place`` is its process and thread in the file."""
-
-    process: str
-    name: str
-    place: tuple[Any, Any]
-    events: list[Event] = field(default_factory=list)
-
-
-def _data_of(file: TraceFile, simulate: Simulate) -> TraceData:
-    lanes, dropped = _lanes(file.events)
+    try:
+        read = json.loads(read_regular(path), parse_constant=str)  # NaN as a text, which JSON has
+        events, other = read["traceEvents"], read["otherData"]
+        lanes, dropped = _lanes(events)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is not a trace of Anabranch: {error!r}; https://ui.perfetto.dev shows those of other tools"
+        ) from error
     steps = _Steps(lanes)
     texts = _Texts()
     drawn = []
@@ -62,12 +64,22 @@ def _data_of(file: TraceFile, simulate: Simulate) -> TraceData:
         "lanes": drawn,
         "texts": texts.texts,
         "facts": texts.facts,
-        "arrows": _arrows(file.events, numbers_of),
+        "arrows": _arrows(events, numbers_of),
         "crossings": _crossings(lanes),
         "waits": _waits(lanes, steps),
-        "schedules": schedules_of(_actions(lanes, steps), simulate),
-        "notes": [*_notes_on_file(file), *_notes(file.other, dropped)],
+        "schedules": _schedules(_actions(lanes, steps), simulate),
+        "notes": _notes(other, dropped),
     }
+
+
+@dataclass(slots=True)
+class _Lane:
+    """Spans of one thread, or of one row of overlapping spans; ``place`` is its process and thread in the file."""
+
+    process: str
+    name: str
+    place: tuple[int, int]
+    events: list[Event] = field(default_factory=list)
 
 
 class _Texts:
@@ -91,14 +103,14 @@ class _Texts:
         text = json.dumps(facts)
         number = self._facts.setdefault(text, len(self.facts))
         if number == len(self.facts):
-            self.facts.append(json.loads(text, parse_constant=str))  # NaN as a text, which JSON has
+            self.facts.append(facts)
         return number
 
 
 def _lanes(events: Iterable[Event]) -> tuple[list[_Lane], int]:
     """Return the lanes in the order in which viewers show them, and how many spans were too many."""
-    named: dict[tuple[Any, Any, Any], Any] = {}
-    spans: dict[tuple[Any, Any], list[Event]] = {}
+    named: dict[tuple[str, int, int], Any] = {}
+    spans: dict[tuple[int, int], list[Event]] = {}
     count = 0
     for event in events:
         if event["ph"] == "M":
@@ -106,23 +118,14 @@ def _lanes(events: Iterable[Event]) -> tuple[list[_Lane], int]:
         elif event["ph"] == "X":
             count += 1
             if count <= _MOST_SPANS:
+                event.setdefault("args", {})
                 spans.setdefault((event["pid"], event["tid"]), []).append(event)
-    lanes: list[tuple[Any, _Lane]] = []
-    for (pid, tid), found in spans.items():
-        process = named.get(("process_name", pid, 0), {}).get("name", f"process {pid}")
-        name = named.get(("thread_name", pid, tid), {}).get("name", f"thread {tid}")
-        place = named.get(("process_sort_index", pid, 0), {}).get("sort_index", pid)
-        found.sort(key=lambda event: (event["ts"], -event["dur"]))
-        order = [*map(_in_order, (place, pid, tid))]
-        lanes.append((order, _Lane(str(process), str(name), (pid, tid), found)))
-    lanes.sort(key=lambda one: one[0])
-    return [lane for _, lane in lanes], max(0, count - _MOST_SPANS)
-
-
-def _in_order(number: object) -> tuple[bool, float, str]:
-    """Return what sorts numbers first and names, which other tools give processes and threads, behind them."""
-    is_number = isinstance(number, int | float)
-    return not is_number, float(number) if isinstance(number, int | float) else 0.0, str(number)
+    lanes: list[_Lane] = []
+    for pid, tid in sorted(spans, key=lambda place: (named["process_sort_index", place[0], 0]["sort_index"], place[1])):
+        process, thread = named["process_name", pid, 0]["name"], named["thread_name", pid, tid]["name"]
+        in_order = sorted(spans[pid, tid], key=lambda event: (event["ts"], -event["dur"]))
+        lanes.append(_Lane(process, thread, (pid, tid), in_order))
+    return lanes, max(0, count - _MOST_SPANS)
 
 
 class _Steps:
@@ -146,21 +149,17 @@ class _Steps:
         return found[place][2] if place >= 0 and found[place][1] >= time else None
 
 
-def _arrows(events: Iterable[Event], lanes: Mapping[tuple[Any, Any], int]) -> list[list[Any]]:
+def _arrows(events: Iterable[Event], lanes: Mapping[tuple[int, int], int]) -> list[list[Any]]:
     """Return for each flow the lane and the time of both its ends."""
-    starts = {_flow(event): event for event in events if event["ph"] == "s"}
+    starts = {event["id"]: event for event in events if event["ph"] == "s"}
     arrows = []
     for event in events:
-        start = starts.get(_flow(event)) if event["ph"] == "f" else None
+        start = starts.get(event["id"]) if event["ph"] == "f" else None
         if start is not None:
             ends = [(lanes.get((end["pid"], end["tid"])), end["ts"]) for end in (start, event)]
             if all(lane is not None for lane, _ in ends):
                 arrows.append([value for end in ends for value in end])
     return arrows[:_MOST_SPANS]
-
-
-def _flow(event: Event) -> tuple[str, str, str]:
-    return event["cat"], event["name"], str(event.get("id"))
 
 
 def _crossings(lanes: Sequence[_Lane]) -> list[dict[str, Any]]:
@@ -177,15 +176,11 @@ def _crossings(lanes: Sequence[_Lane]) -> list[dict[str, Any]]:
             for peer in peers:
                 total = found.setdefault((here, peer, str(event["name"])), [0, 0.0])
                 total[0] += 1
-                total[1] += sum(map(_number, map(facts.get, _BYTES))) / len(peers)
+                total[1] += sum(facts.get(one, 0) for one in _BYTES) / len(peers)
     return [
         {"from": one, "to": other, "name": name, "count": count, "bytes": round(size)}
         for (one, other, name), (count, size) in found.items()
     ]
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
 
 
 def _peers(text: str) -> list[str]:
@@ -231,20 +226,51 @@ def _waits(lanes: Iterable[_Lane], steps: _Steps) -> list[dict[str, Any]]:
     return waits
 
 
-def _actions(lanes: Iterable[_Lane], steps: _Steps) -> Iterable[tuple[int, int, int, str, float, float]]:
-    """Yield step, stage, microbatch, phase, start and duration of the actions of a pipeline."""
+def _actions(lanes: Iterable[_Lane], steps: _Steps) -> Iterable[Action]:
+    """Yield the actions of a pipeline."""
     for lane in lanes:
         for event in lane.events:
-            stage, microbatch = event["args"].get("stage"), event["args"].get("microbatch")
-            if event["cat"] == "compute" and isinstance(stage, int) and isinstance(microbatch, int):
+            facts = event["args"]
+            if event["cat"] == "compute" and "stage" in facts and "microbatch" in facts:
                 step = steps.at(lane.process, event["ts"])
                 if step is not None:
-                    yield step, stage, microbatch, event["name"], float(event["ts"]), float(event["dur"])
+                    yield step, facts["stage"], facts["microbatch"], event["name"], event["ts"], event["dur"]
 
 
-def _notes_on_file(file: TraceFile) -> Iterable[str]:
-    if file.skipped:
-        yield f"{file.skipped:,} events have no time and are left out"
+def _schedules(actions: Iterable[Action], simulate: Simulate) -> list[dict[str, Any]]:
+    """Return the schedule of each step: rows of stages, each with microbatch, phase, start and duration.
+
+    Of a step that accumulates several runs it is that of the first.
+
+    ``ran`` is in microseconds from the step's first action; ``planned`` has each stage's actions in the same order, in
+    units of a forward, as they lie where every forward takes one, every backward two, and nothing waits for a network.
+    """
+    steps: dict[int, list[Action]] = {}
+    for action in actions:
+        if action[0] in steps or len(steps) < _MOST_STEPS:
+            steps.setdefault(action[0], []).append(action)
+    return [_of_step(step, found, simulate) for step, found in sorted(steps.items())]
+
+
+def _of_step(step: int, actions: list[Action], simulate: Simulate) -> dict[str, Any]:
+    first = min(start for *_, start, _ in actions)
+    orders: dict[int, list[Key]] = {}
+    ran: dict[int, list[list[Any]]] = {}
+    seen: set[Key] = set()
+    for _, stage, microbatch, phase, start, duration in sorted(actions, key=lambda action: action[4]):
+        if (stage, microbatch, phase) in seen:
+            continue
+        seen.add((stage, microbatch, phase))
+        orders.setdefault(stage, []).append((stage, microbatch, phase))
+        ran.setdefault(stage, []).append([microbatch, phase, round(start - first, 2), round(duration, 2)])
+    stages = sorted(orders)
+    plan = simulate(orders)
+    return {
+        "step": step,
+        "stages": stages,
+        "ran": [ran[stage] for stage in stages],
+        "planned": [[[key[1], key[2], *plan[key]] for key in orders[stage] if key in plan] for stage in stages],
+    }
 
 
 def _notes(other: Mapping[str, Any], dropped: int) -> list[str]:

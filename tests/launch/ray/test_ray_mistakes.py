@@ -155,5 +155,6 @@ def test_a_node_without_the_launcher_s_folder_is_reported_once(
     follow = SimpleNamespace(remote=lambda: RoleEvents([], 0))
     for rank in range(2):
         site._actors["worker", rank] = SimpleNamespace(start=SimpleNamespace(remote=start), follow=follow)
-        site.start(ProcessSpec("worker", rank, site._attempt.spec.program, {}, tmp_path / f"worker-{rank}.log")).reap()
+        spec = ProcessSpec("worker", rank, site._attempt.spec.program, {}, tmp_path / f"worker-{rank}.log")
+        site.start(spec, 0).reap()
     assert [line.partition(",")[0] for line in said] == ([] if sees else ["worker 0"])

@@ -39,10 +39,10 @@ def _program(folder: Path, source: str) -> PythonProgram:
     return PythonProgram("role.py")
 
 
-def _start(actor: RoleActor, program: PythonProgram, folder: Path, *, apart: bool = False, **environment: str) -> int:
+def _start(actor: RoleActor, program: PythonProgram, folder: Path, **environment: str) -> int:
     log = Path("/on/another/machine/worker-0.log")
     spec = ProcessSpec("worker", 0, program, {**ENVIRONMENT, **environment}, log, cwd=str(folder))
-    pid, sees = actor.start(spec, 0, str(folder), apart, 1, {"members": b"first"})
+    pid, sees = actor.start(spec, 0, str(folder), 1, {"members": b"first"})
     assert sees
     return pid
 
@@ -66,7 +66,7 @@ def test_a_role_has_its_keys_and_its_output_and_exit_code_are_reported(actor: Ro
         "print('trouble', file=sys.stderr)\n"
         "sys.exit(3)\n",
     )
-    _start(actor, program, tmp_path, apart=True)
+    _start(actor, program, tmp_path)
     assert _follow_to_the_end(actor) == ({1: b"secret 0o600\n", 2: b"trouble\n"}, 3)
 
 
@@ -110,7 +110,7 @@ def test_a_process_s_status_is_sent_once_and_its_recording_at_the_end(actor: Rol
         "sys.stdin.read()\n"
         "import time; time.sleep(600)\n",
     )
-    _start(actor, program, tmp_path, apart=True, ANABRANCH_TRACE="/on/another/machine")
+    _start(actor, program, tmp_path, ANABRANCH_TRACE="/on/another/machine")
     statuses: list[bytes] = []
     said: list[tuple[int, bytes]] = []
     while not said:
@@ -184,7 +184,7 @@ def test_status_shows_the_reports_and_the_end_of_a_process_on_another_machine(tm
     assert 20.0 <= role.waiting_seconds < AHEAD
     process.reap()
     (role,) = status_of(tmp_path).roles
-    assert (role.state, process.exit.code, process.log.read_text()) == ("gone", 0, "hello\n")
+    assert (role.state, process.code, process.log.read_text()) == ("gone", 0, "hello\n")
 
 
 def test_a_process_on_another_machine_is_shown_as_stopped_and_counts_as_frozen_once_seen_twice(tmp_path: Path) -> None:
@@ -231,5 +231,5 @@ def test_a_newcomer_for_which_there_is_no_room_ends_well_when_it_is_not_needed_a
     process = RemoteProcess(spec, 0, None, 0, lambda reference, seconds: None, begin)
     process.signal(signal.SIGTERM)
     process.reap()
-    assert process.exit.code == 0
-    assert process.exit.well
+    assert process.code == 0
+    assert process.well

@@ -34,7 +34,7 @@ from weakref import WeakSet
 
 import torch
 
-from anabranch.collectives import Workers
+from anabranch.collectives import Workers, differentiable
 from anabranch.collectives.shared_memory import NUMBERS, FlatForm, SharedSum, load_kernels, shared_sums
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, PeerLost
@@ -120,6 +120,7 @@ class Redo:
         _made[form] += 1
         self._form = zlib.crc32(f"{_made[form]} {form}".encode())  # a script may train in one after the other
         self._look_at, self.repeated, self.calls, self.own_rows = 0.0, 0, False, False
+        self._messages = 0
         self._random = RandomMoment()
         models = {runner.step.model for runner in runners.values()}
         self._pipes = {model: 0 for model in models if isinstance(model, Pipe)}  # places in their random streams
@@ -140,6 +141,7 @@ class Redo:
     def begin(self, name: str, batch: Structure | ShareOf | None) -> None:
         """Remember where everything stands, if a run of the step ``name`` begins a window."""
         runner, loader, own = self._runners[name], self._loaders.get(name), ""
+        self._messages = differentiable.messages_begun
         if batch is None and loader is not None and loader.kind != "global":
             own = f"step {name!r} reads a loader that is not ab.loaders.GlobalBatches"
         elif batch is not None and not is_share(batch):
@@ -151,10 +153,7 @@ class Redo:
             self.own_rows, self._all = True, max(self._all, self._workers.size)
             if self._workers.rank == 0:
                 _log.warning("a worker that dies is not replaced, and its rows are dropped: %s", own)
-        if self.fixed is not None:
-            self._place.end_progress()
-            return
-        if runner.in_window:
+        if self.fixed is not None or runner.in_window:
             return
         self._window.clear()
         del self._taken[: self._again]  # what is left is taken again
@@ -166,8 +165,14 @@ class Redo:
         self._pipes = {pipe: pipe.calls for pipe in self._pipes}
         self._random.remember()
 
+    def _look_for_messages(self, name: str) -> None:
+        """Do no run again that sends to a rank by its number, which may be another worker's by then."""
+        if self.fixed is None and differentiable.messages_begun > self._messages:
+            self._fix(f"step {name!r} calls ab.send or ab.recv")
+
     def _fix(self, why: str) -> None:
         self.fixed = why
+        self._place.say("ends")
         if self._workers.rank == 0:
             _log.log(logging.WARNING if self.may_shrink else logging.INFO, "%s: %s", ENDS, why)
 
@@ -205,8 +210,9 @@ class Redo:
         """The number of workers whose rows nobody has trained on in the last run."""
         return self._all - self._workers.size if self.own_rows and self._drops else 0
 
-    def ended(self, batch: Structure | ShareOf | None) -> None:
+    def ended(self, name: str, batch: Structure | ShareOf | None) -> None:
         """Remember a run that has ended, in case that its window does not, and note how far this worker is."""
+        self._look_for_messages(name)
         if self.fixed is None:
             self._window.append(batch)
             if self._steps:
@@ -217,7 +223,7 @@ class Redo:
         """Let the job end with this worker from now on: what it does behind its training is done by no other."""
         _open.discard(self)
         if self._runners:
-            self._place.close()
+            self._place.say("closes")
 
     def meet(self, error: PeerLost, name: str) -> tuple[bool, Runs, MembershipRecord]:
         """Meet the others after an interrupted run of the step ``name``, and settle which window was the last.
@@ -230,6 +236,7 @@ class Redo:
             DeadlineExceeded: a worker has not come.
         """
         runner = self._runners[name]
+        self._look_for_messages(name)
         record = self._meet(error, runner, called=False)
         counts = runner.decided > self._decided
         return counts, [] if counts else self._window[:], record
@@ -267,7 +274,7 @@ class Redo:
     def _wait_here(self) -> None:
         for dtype in NUMBERS:
             load_kernels(dtype)  # before the others wait for this one
-        self._place.wait_here()
+        self._place.say("waits")
 
     def members_progress(self, *, invited: bool) -> tuple[int, int]:
         """Return the members' steps and epochs, for a newcomer; ``invited``: once they stand still for it."""
@@ -305,7 +312,7 @@ class Redo:
             raise PeerLost("it makes another call, and leaves", peer=rank_names(others), operation=_COMPARISON)
 
     def _leave(self, text: str) -> NoReturn:
-        self._place.leave()
+        self._place.say("leaves")
         self._end(text)
 
     def _end(self, text: str) -> NoReturn:

@@ -42,7 +42,7 @@ from typing import Any
 from anabranch.held_error import hold_back_errors
 from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.socket_messages import receive, send
-from anabranch.launch.supervision.parent_death import prctl
+from anabranch.launch.supervision.parent_death import prctl, tie_to
 from anabranch.record.process import record_process
 
 # All that workers, experts and parameter servers import before their first step; the last ones are optional.
@@ -61,7 +61,6 @@ _IMPORTED = (
     "anabranch.tables.table",
 )
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _ARGUMENTS_FIELD = 45  # of /proc/self/stat behind the command's name: arg_start, arg_end, env_start, env_end
 _BLAS_SETTERS = ("scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads", "openblas_set_num_threads")
@@ -182,9 +181,7 @@ def _tie_to_launcher(launcher: int) -> None:
         if time.monotonic() > end:
             raise TimeoutError(f"the launcher (pid {launcher}) is gone")
         time.sleep(0.0002)
-    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:
-        raise ProcessLookupError(f"the launcher (pid {launcher}) is gone")
+    tie_to(launcher)
 
 
 def _seed_anew() -> None:

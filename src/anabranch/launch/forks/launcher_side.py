@@ -88,7 +88,6 @@ class ForkServer:
                 start_new_session=True,
             )
         self.pid = self._process.pid
-        self._owner = os.getpid()
         self._ready = False
         self._lock = threading.Lock()  # jobs may run in several threads
 
@@ -131,8 +130,6 @@ class ForkServer:
 
     def close(self) -> None:
         """End it; its forks continue to run."""
-        if os.getpid() != self._owner:  # a fork of this process does not own it
-            return
         self._channel.close()
         if not self._ready:  # it imports, and would notice only after that
             self._process.kill()
@@ -198,6 +195,6 @@ def why_not_forked(program: PythonProgram, environment: Mapping[str, str], serve
         text = environment.get(name)
         if text is not None and not (text.isascii() and text.isdecimal() and int(text) > 0):
             return f"{name}={text!r} is not a plain number"
-    if not program.is_source:
-        return f"{os.fspath(program.target)!r} is not a file of Python source"
+    if not program.is_module and not program.target.endswith(".py"):
+        return f"{program.target!r} may be a directory or an archive"
     return None

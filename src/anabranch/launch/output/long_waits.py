@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from anabranch.launch.job_status import JobStatus, RoleStatus, status_of
-from anabranch.record.words import in_words
+from anabranch.record.words import in_words, on_one_line
 
 _LONG = 10.0
 _CONNECTING = ("life", "join")  # a worker's first request to a parameter server
@@ -59,7 +59,7 @@ class LongWaits:
             seconds = max(map(_seconds, alike))
             if seconds >= self._due.get(what, _LONG):
                 self._due[what] = _AGAIN * seconds
-                self._tell(_line(alike, seconds, roles).replace("worker", "rank"))
+                self._tell(on_one_line(_line(alike, seconds, roles).replace("worker", "rank")))
 
 
 def _seconds(role: RoleStatus) -> float:

@@ -27,7 +27,7 @@ from rich.text import Text
 
 from anabranch.deadline import minutes_and_seconds
 from anabranch.launch.job_status import JobStatus, RoleStatus, TrackedLoop
-from anabranch.record.words import in_words
+from anabranch.record.words import in_words, on_one_line
 
 _STYLES = {
     "running": "green",
@@ -81,7 +81,7 @@ def _bar(loops: Sequence[TrackedLoop], steps_per_second: float | None) -> Render
     line = Table.grid(padding=(0, 1), expand=True)
     line.add_column(no_wrap=True, overflow="ellipsis", max_width=30)
     cells: list[RenderableType] = [
-        Text(_printable(" · ".join([*map(_count, outer), loop.label or "progress"])), style="bold")
+        Text(on_one_line(" · ".join([*map(_count, outer), loop.label or "progress"])), style="bold")
     ]
     if loop.total:
         line.add_column(ratio=1)
@@ -125,7 +125,7 @@ def _roles(job: JobStatus, shown: Sequence[RoleStatus], before: JobStatus | None
     table.add_column()  # the one that is cut: its text does not wrap, though the column may
     for role in shown:
         facts = _line(_wait(role), style=_STYLES[role.state])
-        facts.append(_printable(" · ".join(_facts(role, earlier.get(role.name)))), style="default")
+        facts.append(on_one_line(" · ".join(_facts(role, earlier.get(role.name)))), style="default")
         pid = Text("" if role.pid is None else str(role.pid), style="dim")
         table.add_row(role.name, pid, Text(role.state, style=_STYLES[role.state]), facts)
     if hidden := len(job.roles) - len(shown):
@@ -138,7 +138,7 @@ def _roles(job: JobStatus, shown: Sequence[RoleStatus], before: JobStatus | None
 
 def _line(text: str, style: str = "") -> Text:
     """One line, cut where the terminal ends."""
-    return Text(_printable(text), style=style, no_wrap=True, overflow="ellipsis")
+    return Text(on_one_line(text), style=style, no_wrap=True, overflow="ellipsis")
 
 
 def _most_telling(roles: Sequence[RoleStatus], room: int | None) -> Sequence[RoleStatus]:
@@ -205,11 +205,6 @@ def _crossing(roles: Sequence[RoleStatus]) -> list[str]:
     for role in roles:
         totals.update({name: round(rate) for name, rate in role.crossing.items()})
     return [f"{name} {_scaled(rate)}B/s" for name, rate in totals.most_common() if rate]
-
-
-def _printable(text: str) -> str:
-    """Return ``text`` without control characters that move the cursor: names come from scripts and other machines."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _scaled(number: float) -> str:

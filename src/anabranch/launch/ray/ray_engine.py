@@ -30,13 +30,13 @@ from typing import Any
 
 from anabranch.errors import AnabranchError
 from anabranch.job import JOINED_VARIABLE
-from anabranch.launch.job import Attempt, Site, run_job
-from anabranch.launch.meeting.rendezvous import PROGRAM
+from anabranch.launch.job import Attempt, Site, rendezvous, run_job
+from anabranch.launch.meeting.addresses import tcp_place
 from anabranch.launch.ray.role_actor import RemoteProcess, RoleActor, to_show
 from anabranch.launch.spec import JobSpec, Resources
 from anabranch.launch.supervision.outcome import JobOutcome
 from anabranch.launch.supervision.signals import collect_signals
-from anabranch.launch.supervision.worker import ProcessSpec
+from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess
 from anabranch.record.process import TRACE_VARIABLE
 from anabranch.transport import make_keys
 from anabranch.transport.endpoints import PrivateFolder
@@ -50,7 +50,7 @@ _CALL_SECONDS = 60.0
 _END_SECONDS = 5.0
 _LOOK_SECONDS = 0.5  # between two checks for a signal
 # The role that a certificate names, by the job's.
-_KEYS = {"rendezvous": "directory", "parameters": "parameters", "expert": "experts", "worker": "worker"}
+_KEYS = {"parameters": "parameters", "expert": "experts", "worker": "worker"}
 
 
 def launch_on_ray(
@@ -71,13 +71,13 @@ def launch_on_ray(
 @contextmanager
 def _on_cluster(ray: ModuleType, attempt: Attempt) -> Iterator[Site]:
     """Have Ray place an actor for each role; at the end they are given back."""
-    attempt.raises = False  # Ray loses exceptions raised while it waits
     site = _Site(ray, attempt)
     with ExitStack() as stack:
+        site.meet(stack)
+        attempt.raises = False  # Ray loses exceptions raised while it waits
         places = stack.enter_context(ExitStack())  # the last to go: Ray kills what is in a place that it takes back
         stack.callback(site.give_back)
         site.place(places)
-        site.meet()
         yield site
 
 
@@ -99,13 +99,13 @@ class _Site(Site):
     def place(self, stack: ExitStack) -> None:
         """Have Ray keep room for all roles, and put an actor into each place."""
         from ray.util.placement_group import placement_group, remove_placement_group
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        ray, spec, run_id = self._ray, self._attempt.spec, self._attempt.run_id
+        ray, spec = self._ray, self._attempt.spec
         self._gpus = ray.cluster_resources().get("GPU", 0) > 0
         places = [(role, rank) for role, count in spec.counts.items() for rank in range(count)]
         bundles = [self._resources_of(role) for role, _ in places]
-        group = placement_group(bundles, strategy="SPREAD", name=f"anabranch-{run_id}")
+        group = placement_group(bundles, strategy="SPREAD", name=f"anabranch-{self._attempt.run_id}")
         stack.callback(remove_placement_group, group)
         until = time.monotonic() + _PLACE_SECONDS
         while not (placed := group.wait(_LOOK_SECONDS)) and time.monotonic() < until:
@@ -115,22 +115,23 @@ class _Site(Site):
                 f"the cluster had no room for the job within {_PLACE_SECONDS:.0f} s: it needs {bundles}, and available "
                 f"are {ray.available_resources()}; request less with --resources, or add nodes"
             )
-        self._folder = stack.enter_context(PrivateFolder())
-        keys = make_keys(self._folder / "keys", job=run_id)
-        self._files = {path.name: path.read_bytes() for path in keys.values()}
         self._places: dict[tuple[str, int], Any] = {
             place: PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
             for index, place in enumerate(places)
         }
-        # Beside the launcher: nobody else is lost with its node.
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        self._places["rendezvous", 0] = here
         for role, rank in self._places:
             self._make_actor(role, rank)
+        if spec.durability != "none" and spec.servers:
+            self._attempt.tell(
+                f"parameter servers store the state of --durability {spec.durability} on their own node's disk, "
+                "which other nodes cannot read: it restores a server that dies there, but is lost with the node; then "
+                "--max-restarts resumes from the script's own checkpoint"
+            )
+        endpoints = [self._actors["parameters", shard].hold_endpoint.remote() for shard in range(spec.servers)]
+        self.parameters = [str(self._ask(endpoint)) for endpoint in endpoints]
 
     def _resources_of(self, role: str) -> dict[str, float]:
-        spec = self._attempt.spec
-        return {} if role == "rendezvous" else resources_of(role, spec.resources, gpus=self._gpus)
+        return resources_of(role, self._attempt.spec.resources, gpus=self._gpus)
 
     def _make_actor(self, role: str, rank: int) -> None:
         """Let Ray place an actor."""
@@ -146,29 +147,19 @@ class _Site(Site):
         )
         self._actors[role, rank] = placed.remote(own)
 
-    def meet(self) -> None:
-        """Start the rendezvous process, once it is known where the services listen."""
-        attempt, spec = self._attempt, self._attempt.spec
-        if spec.durability != "none" and spec.servers:
-            attempt.tell(
-                f"parameter servers store the state of --durability {spec.durability} on their own node's disk, "
-                "which other nodes cannot read: it restores a server that dies there, but is lost with the node; then "
-                "--max-restarts resumes from the script's own checkpoint"
-            )
-        meeting = self._actors["rendezvous", 0]
-        if spec.has_services:
-            self.directory = str(self._ask(meeting.hold_endpoint.remote()))
-            self.parameters = [
-                str(self._ask(self._actors["parameters", shard].hold_endpoint.remote()))
-                for shard in range(spec.servers)
-            ]
-        host, port = self._ask(meeting.make_rendezvous.remote(self.directory))
-        self.master = (str(host), int(port))
-        self.members = self._folder / f"members-{port}"
-        env = {**attempt.base, "TORCHELASTIC_RUN_ID": attempt.run_id}
-        self.rendezvous = self.start(
-            ProcessSpec("rendezvous", 0, PROGRAM, env, spec.log_dir / "rendezvous-0.log"), attempt.number
-        )
+    def meet(self, stack: ExitStack) -> None:
+        """Make the job's certificates, and start the rendezvous process, which is lost with the launcher alone."""
+        from ray.util import get_node_ip_address
+
+        attempt, folder = self._attempt, stack.enter_context(PrivateFolder())
+        keys = make_keys(folder / "keys", job=attempt.run_id)
+        self._files = {path.name: path.read_bytes() for path in keys.values()}
+        host = str(get_node_ip_address())  # type: ignore[no-untyped-call, unused-ignore]
+        if attempt.spec.has_services:
+            self.directory = stack.enter_context(tcp_place(host, 0, folder / "keys")).directory
+        running = rendezvous(attempt, RoleProcess, self.directory, folder / "keys", host)
+        self.rendezvous, port = stack.enter_context(running)
+        self.master, self.members = (host, port), folder / f"members-{port}"
 
     def state(self, shard: int) -> str:
         """Return a folder on the node of a parameter server."""
@@ -182,7 +173,7 @@ class _Site(Site):
             if process.running:
                 process.show()
 
-    def start(self, spec: ProcessSpec, restarted: int = 0) -> RemoteProcess:
+    def start(self, spec: ProcessSpec, restarted: int) -> RemoteProcess:
         """Start a role in its actor, or in Ray's next one; one that joins the others, when there is room for it."""
         place = spec.role, spec.rank
         before = self._processes.get(place)
@@ -212,9 +203,9 @@ class _Site(Site):
             program = replace(program, target=str(path.relative_to(Path.cwd())))
         there = replace(spec, program=program, screen=None, restarts=None, cwd=os.getcwd())
         with tempfile.NamedTemporaryFile(prefix=".anabranch-seen-", dir=_writable_here()) as probe:
-            start = actor.start.remote(there, restarted, probe.name, spec.screen is not None, *to_show(spec))
-            pid, sees = self._ask(start, 2 * _CALL_SECONDS)  # the rendezvous process imports torch
-        if not sees and not self._blind and spec.role != "rendezvous":
+            start = actor.start.remote(there, restarted, probe.name, *to_show(spec))
+            pid, sees = self._ask(start)
+        if not sees and not self._blind:
             self._blind = True
             self._attempt.tell(
                 f"{spec.role} {spec.rank}, and maybe others, runs on a node that does not see {os.getcwd()}, in a copy "
@@ -234,7 +225,7 @@ class _Site(Site):
         self._attempt.check()
         return self._get(reference, _LOOK_SECONDS, waited=seconds)
 
-    def _get(self, reference: Any, seconds: float = _CALL_SECONDS, waited: float = 0.0) -> Any:
+    def _get(self, reference: Any, seconds: float, waited: float = 0.0) -> Any:
         """Return a call's result; a failure is a ``RayError`` that names the cure."""
         exceptions = self._ray.exceptions
         try:

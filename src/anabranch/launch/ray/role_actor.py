@@ -21,15 +21,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from anabranch.job import JOINED_VARIABLE, LISTEN_VARIABLE
 from anabranch.launch.job_status import ahead
 from anabranch.launch.meeting.addresses import held_port
-from anabranch.launch.meeting.rendezvous import Rendezvous
 from anabranch.launch.supervision.orphans import adopt_orphans, kill_orphans
-from anabranch.launch.supervision.outcome import Exit
 from anabranch.launch.supervision.worker import ProcessSpec, RoleProcess, open_log, write_all
 from anabranch.liveness.membership import MEMBERS_VARIABLE, files_beside, for_workers, put_beside
 from anabranch.record.process import TRACE_VARIABLE, process_state, replace_text
@@ -95,24 +92,22 @@ class RoleActor:
         self._starter = self._stack.enter_context(ThreadPoolExecutor(1, "anabranch-role"))
         self._lock = threading.Lock()  # of the end of the process, which two calls may see
         self._showing = threading.Lock()
-        self._output: list[int] = []  # its files: one, or stdout and stderr apart
-        self._places: list[int] = []  # what was read of each
+        self._output = self._open("stdout"), self._open("stderr")
+        self._places = [0, 0]  # what was read of each
         self._status = b""
         self._process: RoleProcess | None = None
         self._members: Path | None = None
         self._seen, self._order = dict[str, bytes](), 0  # what the launcher has published
         self._published = set[str]()  # names
-        self._rendezvous: Rendezvous | None = None
+
+    def _open(self, name: str) -> int:
+        descriptor = os.open(self._folder / name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        self._stack.callback(os.close, descriptor)
+        return descriptor
 
     def hold_endpoint(self) -> str:
         """Return a TCP endpoint of this node that is given to nobody else."""
         return f"tcp://{self._shown}:{self._stack.enter_context(held_port(self._host))}"
-
-    def make_rendezvous(self, directory: str | None) -> tuple[str, int]:
-        """Return where the store will listen, once the rendezvous process is started."""
-        keys = self._folder if directory else None
-        self._rendezvous = self._stack.enter_context(Rendezvous(directory, keys, self._host))
-        return self._host, self._rendezvous.port
 
     def state_folder(self) -> str:
         """Return a folder that lives as long as the actor."""
@@ -126,17 +121,14 @@ class RoleActor:
                 self._order, self._seen = order, dict(files)
 
     def start(
-        self, spec: ProcessSpec, restarted: int, probe: str, apart: bool, order: int, files: Mapping[str, bytes]
+        self, spec: ProcessSpec, restarted: int, probe: str, order: int, files: Mapping[str, bytes]
     ) -> tuple[int, bool]:
         """Start a role; return its process id, and whether it runs in the launcher's folder: this node sees it.
-
-        The rendezvous process is ready then.
 
         Args:
             spec: the role, with the launcher's folder.
             restarted: how often it was started before.
             probe: a file of the launcher in that folder.
-            apart: keep stdout and stderr apart.
             order: of ``files`` among all that is shown.
             files: what the launcher has published.
 
@@ -149,16 +141,10 @@ class RoleActor:
                 f"node {self._host} has no {program.target!r}; keep the script below the folder in which the command "
                 "is run, which is copied to the nodes, or on shared storage"
             )
-        log = self._folder / f"{spec.role}-{spec.rank}.log"
-        for path in [log, log.with_suffix(".errors")][len(self._output) : 1 + apart]:
-            self._output.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600))
-            self._stack.callback(os.close, self._output[-1])
-            self._places.append(0)
-        output = SimpleNamespace(stdout=self._output[0], stderr=self._output[-1])
         with open(os.devnull, "rb") as nothing:
-            stdin = self._rendezvous.descriptor if self._rendezvous is not None else nothing.fileno()
             env = self._environment(spec.environment)
-            here = replace(spec, environment=env, log=log, screen=output, stdin=stdin, cwd=directory)
+            log = self._folder / f"{spec.role}-{spec.rank}.log"
+            here = replace(spec, environment=env, log=log, screen=self._output, stdin=nothing.fileno(), cwd=directory)
             if MEMBERS_VARIABLE in env:
                 self._members, self._seen = Path(env[MEMBERS_VARIABLE]), {}
                 put_beside(self._members, files_beside(self._members), {})  # its predecessor's
@@ -167,8 +153,6 @@ class RoleActor:
                 self._process = self._starter.submit(RoleProcess, here, restarted).result(_END_SECONDS)
             except OSError as error:
                 raise ValueError(f"node {self._host} cannot start {program.target!r}: {error}") from None
-        if self._rendezvous is not None:
-            self._rendezvous.wait_until_ready()
         return self._process.pid, directory is not None
 
     def follow(self) -> RoleEvents:
@@ -207,11 +191,11 @@ class RoleActor:
             if process.running and select.select([process.pidfd], [], [], seconds)[0]:
                 process.reap()
                 kill_orphans(f"TORCHELASTIC_RUN_ID={process.spec.environment['TORCHELASTIC_RUN_ID']}", {process.pid})
-            return process.exit_code
+            return None if process.running else process.code
 
     def _new_output(self) -> list[tuple[int, bytes]]:
         news: list[tuple[int, bytes]] = []
-        for number in reversed(range(len(self._output))):  # what came before on stdout is in the file then
+        for number in (1, 0):  # what came before on stdout is in the file then
             if data := os.pread(self._output[number], _MOST_BYTES, self._places[number]):
                 self._places[number] += len(data)
                 news.insert(0, (number + 1, data))
@@ -307,15 +291,9 @@ class RemoteProcess(RoleProcess):
         self._report("running")
         self.pidfd, self._end = os.pipe()
         with open_log(self.log, anew=not spec.screen and not restarted) as log:
-            shown = (log.fileno(),) * 2 if spec.screen is None else (spec.screen.stdout, spec.screen.stderr)
-            self._targets = [os.dup(descriptor) for descriptor in shown]
+            self._targets = [os.dup(descriptor) for descriptor in spec.screen or (log.fileno(),) * 2]
         self._follower = threading.Thread(target=self._follow, name=f"anabranch-{self.role}-{self.rank}", daemon=True)
         self._follower.start()
-
-    @property
-    def exit(self) -> Exit:
-        """Its exit."""
-        return replace(super().exit, node_lost=self.lost and not self.stopped)
 
     @property
     def frozen(self) -> bool:
@@ -350,19 +328,18 @@ class RemoteProcess(RoleProcess):
     def reap(self) -> None:
         """Take the exit code of a process that has ended."""
         self._follower.join(_LOST_SECONDS)
-        self._ended(self._code)
-        os.close(self.pidfd)
+        self._has_ended(self._code)
         if self.lost and self.role != "worker":  # its place is gone with it
             self.spec = replace(self.spec, restarts=None)
 
     def abandon(self) -> None:
         """Count a process whose node does not answer as killed."""
         self.lost = True
-        self._ended(-signal.SIGKILL)
+        super().abandon()
 
-    def _ended(self, code: int) -> None:
-        self.ended_at = time.time()
-        self.exit_code = code
+    def _has_ended(self, code: int) -> None:
+        super()._has_ended(code)
+        self.node_lost = self.lost and not self.stopped
         self._report("gone")
 
     def _follow(self) -> None:
@@ -420,7 +397,7 @@ class RemoteProcess(RoleProcess):
 
     def _report(self, state: str) -> None:
         """Write what has changed of the process's status for ``anabranch status``, in times of this machine's clock."""
-        facts = {**self._facts, "pid": self.pid, "elsewhere": "gone" if self.exit_code is not None else state}
+        facts = {**self._facts, "pid": self.pid, "elsewhere": state if self.running else "gone"}
         if facts != self._reported:
             self._reported = facts
             with suppress(OSError):  # a full disk, a folder that was removed

@@ -67,6 +67,11 @@ class Members:
     def _members(self) -> list[RoleProcess]:
         return [one for one in self._workers if one.running and one.rank in self._now.ranks]
 
+    def _progress(self) -> tuple[int, int] | None:
+        """Return how far the members are; ``None`` if the job ends with any of them, or before their first step."""
+        ends = any(self._says(one, "ends") for one in self._workers)
+        return None if ends else progress(self._meeting)
+
     def newcomers(self) -> list[RoleProcess]:
         """Return those that have not joined yet."""
         return [one for one in self._workers if one.running and one.rank not in self._now.ranks]
@@ -77,17 +82,17 @@ class Members:
 
     def may_leave(self, process: RoleProcess) -> bool:
         """Return True if the job goes on without a worker that has failed, or with another in its place."""
-        done = progress(self._meeting)
+        done = self._progress()
         if done is None or not self._members() or self._says(process, "closes"):
             return False
-        if process.exit_code in _CRASHES:
+        if process.code in _CRASHES:
             if done[0] in self._crashed:
                 self._tell(f"{process.who} is the second that has crashed in step {done[0] + 1}")
                 return False
             self._crashed.add(done[0])
-        elif process.exit_code != -signal.SIGKILL:
+        elif process.code != -signal.SIGKILL:
             return False
-        ended = [one for one in self._workers if one.exit_code == 0]
+        ended = [one for one in self._workers if not one.running and one.code == 0]
         there = len(self._members()) + len(self.newcomers()) + len(self._awaited) + len(ended)
         restarts = process.spec.restarts
         left = 0 if restarts is None or self._takes_nobody() else restarts.times - restarts.used
@@ -98,7 +103,7 @@ class Members:
     def leave(self, process: RoleProcess) -> str:
         """Publish the membership without a worker that has ended; return what users should know of it."""
         self._last = process if process.forgiven else self._last
-        ended = process.exit_code == 0
+        ended = process.code == 0
         closed = ended and not self._says(process, "leaves")
         self._now = now = self._now.without(process.rank, ended=ended, closed=closed)
         self._publish()
@@ -123,7 +128,7 @@ class Members:
         return pause
 
     def _takes_nobody(self) -> bool:
-        done = progress(self._meeting)
+        done = self._progress()
         return bool(self._now.closed) or (done is not None and done[1] == APART)
 
     def newcomer(self, spec: ProcessSpec) -> ProcessSpec | None:
@@ -139,7 +144,7 @@ class Members:
 
     def one_more(self) -> ProcessSpec | None:
         """Return what to start beside the first workers, once these have done a step that others may join."""
-        goes = self._more and progress(self._meeting) is not None and not self._takes_nobody()
+        goes = self._more and self._progress() is not None and not self._takes_nobody()
         return self.newcomer(self._more.pop(0)) if goes else None
 
     def admit(self) -> None:
@@ -178,7 +183,7 @@ class Members:
         frozen = {one for one in (*running, *restarted) if one.frozen}
         before, self._frozen = self._frozen, frozen
         awake, self._looked = time.monotonic() - self._looked < 2 * LOOK_SECONDS, time.monotonic()
-        if not awake or frozen.issuperset(running) or progress(self._meeting) is None:
+        if not awake or frozen.issuperset(running) or self._progress() is None:
             return []
         again = frozen & before
         return [one for one in again if one.role != "worker" or not self._says(one, "closes")]
@@ -191,7 +196,7 @@ class Members:
 
     def end(self, process: RoleProcess) -> None:
         """Let nobody meet any more, because ``process`` has failed."""
-        if self._last is not None and process.exit.is_consequence:  # of a loss that was to be forgiven
+        if self._last is not None and process.is_consequence:  # of a loss that was to be forgiven
             self._last.forgiven = False
         now = self._now.without(process.rank) if process.role == "worker" else self._now
         self._now = msgspec.structs.replace(now, over=True)

@@ -22,15 +22,6 @@ _CHAINED = (
 )
 
 
-def called(role: Role, rank: int) -> str:
-    """Return the name of a process for users: workers are known by their rank alone, as elsewhere in torch.
-
-    >>> called("worker", 1), called("expert", 0)
-    ('rank 1', 'expert 0')
-    """
-    return f"rank {rank}" if role == "worker" else f"{role} {rank}"
-
-
 @dataclass(frozen=True, slots=True)
 class EndingError:
     """The uncaught error that ended a process, from its status record.
@@ -55,31 +46,33 @@ class EndingError:
         return self.is_loss and (self.lost or "").startswith("rank")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class Exit:
-    """The end of one process.
+    """One process and its end.
 
     Attributes:
+        role: what it does.
         rank: which of its role.
+        log: the file with its output.
         pid: its process.
+        running: it has not been reaped yet.
         code: its exit code, or minus the signal that killed it.
         ended_at: when, in seconds since the epoch.
         stopped: whether it was asked to stop, because another failed or the job was interrupted.
-        log: the file with its output.
-        role: what it did.
-        forgiven: whether the job continued without it.
+        forgiven: whether the job continues without it.
         early: whether it ended although there was still something to do for it, a service while workers run.
         error: the uncaught error that ended it.
         node_lost: whether its end is not known, because its Ray node was lost.
     """
 
+    role: Role
     rank: int
-    pid: int
-    code: int
-    ended_at: float
-    stopped: bool
     log: Path
-    role: Role = "worker"
+    pid: int = 0
+    running: bool = True
+    code: int = 0
+    ended_at: float = 0.0
+    stopped: bool = False
     forgiven: bool = False
     early: bool = False
     error: EndingError | None = None
@@ -87,8 +80,8 @@ class Exit:
 
     @property
     def who(self) -> str:
-        """Its name for users."""
-        return called(self.role, self.rank)
+        """Its name for users: workers are known by their rank alone, as elsewhere in torch."""
+        return f"rank {self.rank}" if self.role == "worker" else f"{self.role} {self.rank}"
 
     @property
     def well(self) -> bool:

@@ -21,13 +21,13 @@ def prctl(option: int, value: int) -> None:
         raise OSError(code, f"prctl({option}, {value}): {os.strerror(code)}")
 
 
-def main(parent: int, command: list[str]) -> None:
-    """Becomes ``command``, killed by the kernel when the process ``parent`` ends."""
+def tie_to(parent: int) -> None:
+    """Be killed by the kernel when the process ``parent`` ends."""
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the switch was set
         sys.exit(f"the launcher (pid {parent}) is gone")
-    os.execv(command[0], command)  # noqa: S606  a fixed argument list, no shell
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    tie_to(int(sys.argv[1]))
+    os.execv(sys.argv[2], sys.argv[2:])  # noqa: S606  a fixed argument list, no shell

@@ -180,7 +180,7 @@ class Supervisor:
         self._selector.unregister(process.pidfd)
         process.reap()
         self._on_signal()  # one that was sent to all processes at once ended this one
-        if self.interrupted is not None and process.exit_code == -self.interrupted:
+        if self.interrupted is not None and process.code == -self.interrupted:
             process.stopped = True
         if process is self._rendezvous:
             process.early = True
@@ -191,7 +191,7 @@ class Supervisor:
             self._on_worker_end(process)
 
     def _on_worker_end(self, worker: RoleProcess) -> None:
-        members, well = self._members, worker.exit_code == 0 or worker.stopped
+        members, well = self._members, worker.code == 0 or worker.stopped
         if members is not None and not self._failed and (well or members.may_leave(worker)):
             worker.forgiven = not well or members.awaits(worker)
             if self._screen and not well and (heir := members.heir(worker)) is not None:
@@ -204,7 +204,7 @@ class Supervisor:
                     text += f"; another takes its place{when} ({restarts.used} of {restarts.times})"
                     self._returns(worker.spec)
                     self._timers.after(pause, partial(self._replace, members, worker))
-                self._tell(f"{worker.exit.describe()}; {text}")
+                self._tell(f"{worker.describe()}; {text}")
         elif not well:
             self._fail(worker)
 
@@ -230,26 +230,26 @@ class Supervisor:
     def _on_service_end(self, service: RoleProcess) -> None:
         if service.stopped or self._failed or not _running(self._workers):
             return
-        spec, exit_ = service.spec, service.exit
+        spec = service.spec
         served = service.restarted > 0 or service.has_served()
         restarts = spec.restarts if served else None
         if self.interrupted:  # the workers drain: too late for another
             service.forgiven = True
-            if exit_.code:
-                self._tell(exit_.describe())
+            if service.code:
+                self._tell(service.describe())
         elif restarts is not None and (pause := restarts.take()) is not None:
             when = f" in {pause:g} s" if pause else ""
-            self._tell(f"{exit_.describe()}; restarted{when} ({restarts.used} of {restarts.times})")
+            self._tell(f"{service.describe()}; restarted{when} ({restarts.used} of {restarts.times})")
             self._returns(spec)
             service.forgiven = True  # the workers may have ended before it is back
             self._timers.after(pause, partial(self._bring_back, service))
         elif spec.role == "expert" and served:
             service.forgiven = True
-            self._tell(f"{exit_.describe()}; the job continues without it")
+            self._tell(f"{service.describe()}; the job continues without it")
         else:
             service.early = True
-            if exit_.code == 0:
-                self._tell(f"{exit_.describe()}: the script never called job.serve()")
+            if service.code == 0:
+                self._tell(f"{service.describe()}: the script never called job.serve()")
             self._fail(service)
 
     def _bring_back(self, service: RoleProcess) -> None:

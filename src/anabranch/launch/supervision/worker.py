@@ -10,21 +10,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from anabranch.launch.forks.launcher_side import ForkServer
 from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.supervision import parent_death
 from anabranch.launch.supervision.budget import RestartBudget
-from anabranch.launch.supervision.outcome import EndingError, Exit, Role, called
+from anabranch.launch.supervision.outcome import EndingError, Exit, Role
 from anabranch.record.process import STATUS_VARIABLE, process_stat, read_status
-
-
-class Output(Protocol):
-    """The descriptors that take a process's output."""
-
-    stdout: int
-    stderr: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +30,7 @@ class ProcessSpec:
         program: what it runs.
         environment: the whole of it.
         log: the file for its output.
-        screen: shows the output, too, and keeps it.
+        screen: its stdout and stderr, where the output is shown, too, and kept.
         stdin: what it reads; nothing by default, or what the launcher reads where there is a screen.
         restarts: how often it is restarted when it dies; never by default.
         endpoint: where it listens, if that is known before.
@@ -49,7 +42,7 @@ class ProcessSpec:
     program: PythonProgram
     environment: Mapping[str, str]
     log: Path
-    screen: Output | None = None
+    screen: tuple[int, int] | None = None
     stdin: int | None = None
     restarts: RestartBudget | None = None
     endpoint: str | None = None
@@ -74,7 +67,7 @@ def write_all(descriptor: int, data: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-class RoleProcess:
+class RoleProcess(Exit):
     """A running process of the job, the leader of its own session and process group.
 
     In separate sessions only the launcher gets the terminal's Ctrl-C; it passes it on and makes sure that all processes
@@ -84,16 +77,6 @@ class RoleProcess:
         spec: what to start.
         restarted: how often that was started before; its output follows what they wrote.
         server: forks it; a plain process is started where there is none.
-
-    Attributes:
-        role: what it does.
-        rank: which of its role it is.
-        log: the file that holds its output.
-        exit_code: ``None`` while it runs, then its exit code, or minus the signal that killed it.
-        ended_at: when it ended, in seconds since the epoch; 0.0 while it runs.
-        stopped: whether the launcher had asked it to stop before it ended.
-        forgiven: whether the job continues without it.
-        early: whether it ended although there was still something to do for it.
     """
 
     def __init__(self, spec: ProcessSpec, restarted: int = 0, server: ForkServer | None = None) -> None:
@@ -103,16 +86,9 @@ class RoleProcess:
 
     def _describe(self, spec: ProcessSpec, restarted: int) -> None:
         """Set the facts about a process that are known before it starts."""
+        super().__init__(spec.role, spec.rank, spec.log)
         self.spec = spec
         self.restarted = restarted
-        self.role = spec.role
-        self.rank = spec.rank
-        self.log = spec.log
-        self.exit_code: int | None = None
-        self.ended_at = 0.0
-        self.stopped = False
-        self.forgiven = False
-        self.early = False
 
     def _start(self, server: ForkServer | None) -> int:
         spec, screen = self.spec, self.spec.screen
@@ -125,8 +101,7 @@ class RoleProcess:
         with open_log(self.log, anew=not screen and not self.restarted) as file, open(os.devnull, "rb") as nothing:
             shared = 0 if screen and sys.__stdin__ is not None else nothing.fileno()
             stdin = shared if spec.stdin is None else spec.stdin
-            stdout = screen.stdout if screen else file.fileno()
-            stderr = screen.stderr if screen else file.fileno()
+            stdout, stderr = screen or (file.fileno(), file.fileno())
             if server is not None:
                 name = f"{self.role}-{self.rank}"
                 return server.fork(name, spec.program, environment, stdin, stdout, stderr)
@@ -137,39 +112,12 @@ class RoleProcess:
         process.returncode = 0  # reaped by `reap`, which has a pidfd; it need not be by this object
         return process.pid
 
-    @property
-    def exit(self) -> Exit:
-        """Its exit."""
-        error = self._status().get("error")
-        return Exit(
-            self.rank,
-            self.pid,
-            self.exit_code or 0,
-            self.ended_at,
-            self.stopped,
-            self.log,
-            role=self.role,
-            forgiven=self.forgiven,
-            early=self.early,
-            error=None if error is None else EndingError(**error),
-        )
-
     def has_served(self) -> bool:
         """Return True if it was ever ready, or if that cannot be known because the log folder is gone."""
         return self.role == "parameters" or "experts" in self._status() or not self.log.parent.exists()
 
     def _status(self) -> dict[str, Any]:
         return read_status(self.log, self.pid)
-
-    @property
-    def who(self) -> str:
-        """Its name for users."""
-        return called(self.role, self.rank)
-
-    @property
-    def running(self) -> bool:
-        """True if it has not been reaped yet."""
-        return self.exit_code is None
 
     @property
     def frozen(self) -> bool:
@@ -195,14 +143,16 @@ class RoleProcess:
 
     def reap(self) -> None:
         """Take the exit code of a worker that has ended."""
-        self.ended_at = time.time()
         end = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED)
         assert end is not None, "only WNOHANG gives none"
-        self.exit_code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
-        os.close(self.pidfd)
+        self._has_ended(end.si_status if end.si_code == os.CLD_EXITED else -end.si_status)
 
     def abandon(self) -> None:
         """Count a worker that cannot be killed as killed."""
-        self.ended_at = time.time()
-        self.exit_code = -signal.SIGKILL
+        self._has_ended(-signal.SIGKILL)
+
+    def _has_ended(self, code: int) -> None:
         os.close(self.pidfd)
+        self.running, self.code, self.ended_at = False, code, time.time()
+        if error := self._status().get("error"):
+            self.error = EndingError(**error)
