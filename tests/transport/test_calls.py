@@ -27,7 +27,6 @@ from anabranch.transport import (
     Call,
     Client,
     Deadline,
-    Limits,
     MemoryTransport,
     Outcome,
     Request,
@@ -133,7 +132,7 @@ def test_the_asker_may_refuse_an_answer_before_it_has_a_place() -> None:
 
 
 def test_a_body_over_the_limit_is_refused_and_the_server_continues() -> None:
-    with Server([ECHO], limits=Limits(body=1000)) as server, Client(retries=0) as client:
+    with Server([ECHO], max_body=1000) as server, Client(retries=0) as client:
         with pytest.raises(ProtocolError, match="over the limit of 1000"):
             client.call(Request(server.endpoint, "echo", tensors=[torch.zeros(1000)]), soon())
         assert client.call(Request(server.endpoint, "echo", tensors=[torch.zeros(250)]), soon()).tensors
