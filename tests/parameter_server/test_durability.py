@@ -371,7 +371,7 @@ def test_rows_that_travelled_rounded_and_versions_are_done_again_from_the_log(
         with ParameterClient([server.endpoint], transport=network, compression=compression) as client:
             make(client)
             known = {"dynamic": torch.tensor([-1, 0, WITH_STATE, -1])}
-            client.pull_many({"dynamic": ids}, training=True, known=known, widths={"dynamic": 12})
+            client.pull_many({"dynamic": ids}, training=True, known=known, with_state=True)
             client.push_many({"dynamic": (ids, grads), "fixed": (ids, grads)}, squares={"fixed": torch.rand(4)})
             wanted = state(client)
         shutil.copytree(tmp_path / "state", tmp_path / "aside")
