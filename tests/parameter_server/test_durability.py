@@ -21,14 +21,7 @@ from anabranch.parameter_server import Merging, ParameterClient, ParameterServer
 from anabranch.parameter_server.messages import InitMessage, PushMessage, PushPart
 from anabranch.parameter_server.server import durability, push_log
 from anabranch.parameter_server.server.durability import AppliedRequests
-from anabranch.parameter_server.server.push_log import (
-    PREAMBLE_BYTES,
-    Bodies,
-    PushLog,
-    Record,
-    body_path,
-    log_of,
-)
+from anabranch.parameter_server.server.push_log import PREAMBLE_BYTES, Bodies, PushLog, Record, body_path, log_of
 from anabranch.record.fault_points import on_fault_point
 from anabranch.tables import Constant, Normal, RowOptimizer, TableSpec
 from anabranch.tables.kernels.caches import WITH_STATE

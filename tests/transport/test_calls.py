@@ -13,15 +13,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from anabranch.errors import (
-    DeadlineExceeded,
-    NotFound,
-    Overloaded,
-    PeerLost,
-    ProtocolError,
-    RemoteError,
-    SchemaError,
-)
+from anabranch.errors import DeadlineExceeded, NotFound, Overloaded, PeerLost, ProtocolError, RemoteError, SchemaError
 from anabranch.transport import (
     Answer,
     Call,
@@ -220,11 +212,7 @@ def test_a_second_request_while_the_first_is_served_ends_the_connection(monkeypa
 
 def test_many_peers_are_called_at_once_and_stragglers_cancelled() -> None:
     gate = Gate()
-    with (
-        Server([ECHO]) as quick,
-        Server([gate.verb]) as slow,
-        Client() as client,
-    ):
+    with Server([ECHO]) as quick, Server([gate.verb]) as slow, Client() as client:
         requests = [
             Request(slow.endpoint, "gate"),
             Request(quick.endpoint, "echo", payload=b"1"),

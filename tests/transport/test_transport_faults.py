@@ -17,15 +17,7 @@ import torch
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, PeerLost, RemoteError, SchemaError
 from anabranch.testing import LossyTransport, MemoryTransport
-from anabranch.transport import (
-    Answer,
-    Call,
-    Client,
-    Request,
-    RequestHeader,
-    Server,
-    Verb,
-)
+from anabranch.transport import Answer, Call, Client, Request, RequestHeader, Server, Verb
 from anabranch.transport.frame import Hello, encode
 from anabranch.transport.server.connection import OnceTable
 from networks import CountingTransport
@@ -69,14 +61,10 @@ def test_a_retry_joins_the_request_that_still_runs() -> None:
         calls.append(call)
         running.set()
 
-    with (
-        Server([Verb("slow", slow, once=True)], transport=network) as server,
-        Client(transport=network) as client,
-    ):
+    with Server([Verb("slow", slow, once=True)], transport=network) as server, Client(transport=network) as client:
         answers: list[Answer] = []
         thread = threading.Thread(
-            target=lambda: answers.append(client.call(Request(server.endpoint, "slow", once=True), soon())),
-            daemon=True,
+            target=lambda: answers.append(client.call(Request(server.endpoint, "slow", once=True), soon())), daemon=True
         )
         thread.start()
         assert running.wait(timeout=60)

@@ -49,13 +49,5 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker would accept every name as one of the package
     __getattr__, __dir__ = lazy_names(
         "anabranch.transport",
-        [
-            "certificates",
-            "streams",
-            "frame",
-            "sockets",
-            "client",
-            "server.connection",
-            "server.server",
-        ],
+        ["certificates", "streams", "frame", "sockets", "client", "server.connection", "server.server"],
     )

@@ -785,11 +785,10 @@ def _checked_endpoints(endpoints: Sequence[str], *, explicit: bool) -> list[str]
     for endpoint in endpoints:
         if not isinstance(endpoint, str):
             raise TypeError(f"an endpoint is a string such as unix:PATH or tcp://HOST:PORT, got {endpoint!r}")
-    if explicit and not endpoints:
-        raise ValueError("endpoints is empty; name the shards, or leave it out to use the job's")
-    for endpoint in endpoints:
         if list(endpoints).count(endpoint) > 1:
             raise ValueError(f"endpoints names {endpoint} more than once; name each shard once, in the shards' order")
+    if explicit and not endpoints:
+        raise ValueError("endpoints is empty; name the shards, or leave it out to use the job's")
     return list(endpoints)
 
 

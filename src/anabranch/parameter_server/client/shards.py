@@ -16,13 +16,7 @@ from torch import Tensor
 from anabranch.deadline import Deadline
 from anabranch.errors import NotFound, PeerLost, ProtocolError, RolledBack, SchemaError
 from anabranch.parameter_server.client.row_messages import Layout
-from anabranch.parameter_server.messages import (
-    AcknowledgedPushes,
-    DropMessage,
-    ExpectedState,
-    InitMessage,
-    PushReply,
-)
+from anabranch.parameter_server.messages import AcknowledgedPushes, DropMessage, ExpectedState, InitMessage, PushReply
 from anabranch.record import spans
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
 from anabranch.tables.table_spec import ALLOWED_DTYPES, Placement, TableSpec

@@ -175,13 +175,7 @@ class Admission:
     """
 
     def __init__(
-        self,
-        verbs: Iterable[Verb],
-        *,
-        max_body: int,
-        heartbeat: float,
-        max_connections: int,
-        max_bytes: int,
+        self, verbs: Iterable[Verb], *, max_body: int, heartbeat: float, max_connections: int, max_bytes: int
     ) -> None:
         self.verbs: dict[str, Verb] = {}
         for verb in verbs:

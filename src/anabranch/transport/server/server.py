@@ -40,15 +40,7 @@ from anabranch.record.spans import mark, open_spans
 from anabranch.transport.failures import note_failure
 from anabranch.transport.frame import MOST_BODY, Heartbeat, RequestHeader, encode
 from anabranch.transport.heap import give_memory_back
-from anabranch.transport.server.connection import (
-    ALONE,
-    Admission,
-    Call,
-    Connection,
-    OnceTable,
-    ServerStatistics,
-    Verb,
-)
+from anabranch.transport.server.connection import ALONE, Admission, Call, Connection, OnceTable, ServerStatistics, Verb
 from anabranch.transport.sockets import SocketTransport
 from anabranch.transport.streams import Listener, Transport
 
