@@ -519,7 +519,7 @@ class RemoteTables:
         ):  # waiting gradients have weight even if this step's batch has none
             waited = {name: some for name, some in due.items() if some[2] is not None and len(some[0])}
             self._push_at_once(waited)
-            due |= {name: (*self._sources[name].nothing(), None) for name in waited}
+            due |= {name: (ids[:0], grads[:0], None) for name, (ids, grads, _) in waited.items()}
         # A sum may be too large although no gradient is: if it were refused a step late, this worker would wait for
         # the others in that step, and they for its push.
         leaves = waits and not beside and acceptable([grads for _, grads, _ in due.values()], rounding)
@@ -702,11 +702,6 @@ class _Source:
                 + (cure if any(move.name == self.name for move in self.tables.moves) else "")
             )
         self.gradients.append((ids, grads))
-
-    def nothing(self) -> tuple[Tensor, Tensor]:
-        return torch.empty(0, dtype=torch.int64, device="cpu"), torch.empty(
-            0, self.spec.width, dtype=self.spec.dtype, device="cpu"
-        )
 
 
 _awaited: set[threading.Thread] = set()
