@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from anabranch.transport.frame import Header, Limits, Wire, allocate
+from anabranch.transport.frame import Header, Wire, allocate
 
 
 class Frame(NamedTuple):
@@ -41,9 +41,9 @@ class _Blocking:
         return count
 
 
-def wire_of(stream: Any, limits: Limits | None = None) -> Wire:
+def wire_of(stream: Any, **limits: int) -> Wire:
     """A wire over ``stream``: some bytes, or a blocking socket."""
-    return Wire(_Blocking(stream) if isinstance(stream, socket.socket) else stream, limits or Limits())
+    return Wire(_Blocking(stream) if isinstance(stream, socket.socket) else stream, **limits)
 
 
 def next_frame(wire: Wire) -> Frame:

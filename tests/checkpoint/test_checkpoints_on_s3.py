@@ -29,10 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(ABSENT), reason=f"not in
 @contextmanager
 def moto(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with (
-        (folder / "moto.log").open("wb") as log,
-        subprocess.Popen(command, stdout=log, stderr=log) as process,
-    ):
+    with (folder / "moto.log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
         try:
             wait_until(lambda: process.poll() is not None or listens(port))
             assert process.poll() is None, (folder / "moto.log").read_text()

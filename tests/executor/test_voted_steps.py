@@ -205,11 +205,11 @@ def refuse_one(mode: str) -> list[object]:
 def refuse_next(calls: Any) -> None:
     outcomes = calls.outcomes
 
-    def refused(requests: Sequence[Any], deadline: Any) -> Any:
+    def refused(requests: Sequence[Any], *options: Any) -> Any:
         if requests and requests[0].verb == "push":
             calls.outcomes = outcomes
-            return [ab.Overloaded("this shard is full"), *outcomes(requests[1:], deadline)]
-        return outcomes(requests, deadline)
+            return [ab.Overloaded("this shard is full"), *outcomes(requests[1:], *options)]
+        return outcomes(requests, *options)
 
     calls.outcomes = refused
 

@@ -14,7 +14,7 @@ from anabranch.deadline import Deadline
 from anabranch.errors import AnabranchError
 from anabranch.experts import ExpertBackend, ExpertServer, RemoteExpert, wire
 from anabranch.tensors import TensorSpec
-from anabranch.transport import Client, Limits, Request, pack
+from anabranch.transport import Client, Request, pack
 from anabranch.transport.frame import Hello, RequestHeader, encode
 
 ROWS = 2
@@ -119,7 +119,7 @@ def test_one_bad_request_of_eight_harms_none_of_the_others_whatever_is_wrong_wit
     module = Table()
     backend = ExpertBackend("table.0", module, args_schema=[TensorSpec(4)], min_batch_size=GOOD * ROWS, timeout=0.2)
     torch.manual_seed(0)
-    with ExpertServer([backend], limits=Limits(body=4096)) as server:
+    with ExpertServer([backend], max_body=4096) as server:
         experts = [RemoteExpert("table.0", server.endpoint) for _ in range(GOOD)]
         for expert in experts:
             expert.get_info()

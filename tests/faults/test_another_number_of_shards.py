@@ -62,15 +62,6 @@ def test_a_lost_shard_starts_anew_beside_the_others_of_its_number(tmp_path: Path
         pass
 
 
-def test_directories_of_two_numbers_that_were_used_before_this_was_refused_start_again(tmp_path: Path) -> None:
-    directory = tmp_path / "kept"
-    pushed(tmp_path / "another", 1)
-    pushed(directory, 2)
-    (tmp_path / "another" / "shard-0-of-1").rename(directory / "shard-0-of-1")
-    assert list(pushed(directory, 2)) == [2.0] * 4
-    assert list(pushed(directory, 1)) == [2.0] * 4
-
-
 def test_directories_without_changes_do_not_prevent_a_start(tmp_path: Path) -> None:
     """A start with the wrong number by mistake, and damaged files that a repair had set aside."""
     with ParameterServer(0, 1, None, "log", tmp_path, transport=MemoryTransport()):

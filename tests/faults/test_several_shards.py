@@ -103,10 +103,7 @@ def test_an_executor_does_not_save_half_a_step(
         model = nn.Sequential(nn.Embedding(8, 1, sparse=True))
         first = model[0].weight.detach().clone()
         step = ab.TrainStep(
-            model,
-            lambda m, b: m(b).sum(),
-            torch.optim.SGD(model.parameters(), lr=10.0),
-            reduction="sum",
+            model, lambda m, b: m(b).sum(), torch.optim.SGD(model.parameters(), lr=10.0), reduction="sum"
         )
         executor = stack.enter_context(ab.Executor(step, "Hybrid", engine="tape", timeout=60, consistency=consistency))
         executor.run(batch=IDS)

@@ -21,14 +21,7 @@ from anabranch.parameter_server import Merging, ParameterClient, ParameterServer
 from anabranch.parameter_server.messages import InitMessage, PushMessage, PushPart
 from anabranch.parameter_server.server import durability, push_log
 from anabranch.parameter_server.server.durability import AppliedRequests
-from anabranch.parameter_server.server.push_log import (
-    PREAMBLE_BYTES,
-    Bodies,
-    PushLog,
-    Record,
-    body_path,
-    log_of,
-)
+from anabranch.parameter_server.server.push_log import PREAMBLE_BYTES, Bodies, PushLog, Record, body_path, log_of
 from anabranch.record.fault_points import on_fault_point
 from anabranch.tables import Constant, Normal, RowOptimizer, TableSpec
 from anabranch.tables.kernels.caches import WITH_STATE
@@ -371,7 +364,7 @@ def test_rows_that_travelled_rounded_and_versions_are_done_again_from_the_log(
         with ParameterClient([server.endpoint], transport=network, compression=compression) as client:
             make(client)
             known = {"dynamic": torch.tensor([-1, 0, WITH_STATE, -1])}
-            client.pull_many({"dynamic": ids}, training=True, known=known, widths={"dynamic": 12})
+            client.pull_many({"dynamic": ids}, training=True, known=known, with_state=True)
             client.push_many({"dynamic": (ids, grads), "fixed": (ids, grads)}, squares={"fixed": torch.rand(4)})
             wanted = state(client)
         shutil.copytree(tmp_path / "state", tmp_path / "aside")

@@ -214,9 +214,7 @@ def test_admission_and_eviction_do_not_depend_on_the_order_of_a_request(eviction
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("eviction", ["age", "frequency"])
-def test_a_row_that_evaluation_has_just_read_through_a_cache_is_in_use_when_training_reads_it(
-    eviction: str,
-) -> None:
+def test_a_row_that_evaluation_has_just_read_through_a_cache_is_in_use_when_training_reads_it(eviction: str) -> None:
     """Trained with a cache and an evaluation before each step, the table is that without either."""
 
     def trained(cache: Cache | None) -> torch.Tensor:

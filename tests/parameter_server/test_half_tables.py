@@ -13,16 +13,7 @@ from torch import nn
 
 import anabranch as ab
 from anabranch.parameter_server import ParameterClient, ParameterServer, RemoteTables
-from anabranch.tables import (
-    FTRL,
-    Constant,
-    DenseParameter,
-    Normal,
-    RowOptimizer,
-    RowWiseAdagrad,
-    Table,
-    TableSpec,
-)
+from anabranch.tables import FTRL, Constant, DenseParameter, Normal, RowOptimizer, RowWiseAdagrad, Table, TableSpec
 from anabranch.tables.kernels.memory import working_dtype
 from anabranch.tensors.packing import Share, join, split
 from anabranch.testing import MemoryTransport

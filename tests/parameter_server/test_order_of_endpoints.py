@@ -30,13 +30,10 @@ def network() -> Iterator[MemoryTransport]:
 @pytest.mark.parametrize(
     ("endpoints", "said"),
     [
-        (
-            "s1 s0",
-            r"endpoint [01] \(memory:s[01]\) is shard [01] of 2; name the endpoints in the order of their shards",
-        ),
-        ("s0", r"endpoint 0 \(memory:s0\) is shard 0 of 2; the client names 1 of 2 endpoints: name all"),
-        ("s0 s1 alone", "the client names 3 endpoints: start each server with its --shard and --shards 3, or name "),
-        ("alone s1", r"endpoint 0 \(memory:alone\) is shard 0 of 1; the client names 2 endpoints"),
+        ("s1 s0", r"endpoint [01] \(memory:s[01]\) of the client's 2 is shard [01] of 2; name the .* in their order"),
+        ("s0", r"endpoint 0 \(memory:s0\) of the client's 1 is shard 0 of 2; name the endpoints of all 2 shards"),
+        ("s0 s1 alone", "client's 3 is shard . of .; .*or for 3 start each server with its --shard and --shards 3"),
+        ("alone s1", r"endpoint 0 \(memory:alone\) of the client's 2 is shard 0 of 1"),
     ],
 )
 def test_endpoints_that_are_other_shards_are_refused_and_nothing_is_changed(
@@ -67,7 +64,7 @@ def test_endpoints_that_are_other_shards_are_refused_and_nothing_is_changed(
 def test_dense_parameters_are_made_only_on_the_shard_that_their_name_belongs_to(network: MemoryTransport) -> None:
     with ParameterClient(["memory:s1", "memory:s0"], transport=network, timeout=60) as client:
         for name in NAMES:
-            with pytest.raises(SchemaError, match="name the endpoints in the order of their shards"):
+            with pytest.raises(SchemaError, match="name the endpoints of all 2 shards in their order"):
                 client.init(name, (1,), optimizer=SGD)
     with ParameterClient(["memory:s0", "memory:s1"], transport=network, timeout=60) as client:
         assert [described["dense"] for described in client.calls.describe()] == [[], []]
@@ -81,7 +78,7 @@ def test_another_shard_at_a_known_address_is_noticed() -> None:
             client.push("bias", torch.ones(1))
         with (
             ParameterServer(1, 2, "memory:here", transport=network),
-            pytest.raises(SchemaError, match=r"endpoint 0 \(memory:here\) is shard 1 of 2"),
+            pytest.raises(SchemaError, match=r"endpoint 0 \(memory:here\) of the client's 1 is shard 1 of 2"),
         ):
             client.push("bias", torch.ones(1))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from anabranch.errors import NonFinite, NotFound, ProtocolError, RolledBack, SchemaError
 from anabranch.parameter_server import ParameterClient, ParameterServer
 from anabranch.parameter_server.client import row_messages as row_messages_module
-from anabranch.parameter_server.client.row_messages import Layout, Pull, PullReply, Routed
+from anabranch.parameter_server.client.row_messages import Layout, Pull, PullReply, Routed, VersionClock
 from anabranch.parameter_server.client.saved_tables import restore
 from anabranch.parameter_server.messages import InitMessage, PullMessage, PullPart, PushMessage, PushPart
 from anabranch.parameter_server.server.requests import RowRequest
@@ -72,7 +72,6 @@ def test_unknown_rows_are_sent_and_known_ones_are_not(which: str, count: int) ->
         client.init("bias", (3,), init=2.0)
         for spec, rule in specs.values():
             client.init_table(spec, rule)
-        widths = {name: rule.row_width(spec.width) for name, (spec, rule) in specs.items()}
         for step in range(12):
             wanted, known = {}, {}
             for name, (spec, _) in specs.items():
@@ -80,19 +79,18 @@ def test_unknown_rows_are_sent_and_known_ones_are_not(which: str, count: int) ->
                 kind = torch.rand(len(ids), generator=draw)
                 wanted[name] = ids
                 known[name] = torch.where(kind < 0.2, -1, torch.where(kind < 0.4, WITH_STATE, held[name][ids]))
-            some = widths if step % 3 else None
+            with_state = step % 3 > 0
             nothing = {"bias": torch.empty(0, dtype=torch.int64)}
-            found = client.pull_many(wanted | nothing, known=known | nothing, widths=some)
+            found = client.pull_many(wanted | nothing, known=known | nothing, with_state=with_state)
             assert found.keys() == {*wanted, "bias"}
             assert found["bias"].rows.tolist() == [2.0] * 3
             for name, (spec, _) in specs.items():
                 ids, came = wanted[name], found[name]
-                everything = torch.full_like(ids, WITH_STATE)
-                whole = client.pull_many({name: ids}, known={name: everything}, widths=widths)[name].rows
+                whole = client.pull_many({name: ids}, with_state=True)[name].rows
                 expected = (known[name] < 0) | changed[name][ids]
                 assert came.positions.tolist() == torch.nonzero(expected)[:, 0].tolist(), (name, step)
                 rows = whole[came.positions].clone()
-                if some is None:
+                if not with_state:
                     rows = rows[:, : spec.width]
                 else:
                     rows[known[name][came.positions] != WITH_STATE, spec.width :] = 0
@@ -243,12 +241,12 @@ def test_an_id_costs_only_the_bytes_that_its_kind_needs(monkeypatch: pytest.Monk
         assert bytes_of() == [40, 10 * row]
         assert bytes_of(known={"t": torch.full((10,), -1)}) == [40, 10 * row]
         states = {"t": torch.full((10,), WITH_STATE)}
-        assert bytes_of(known=states, widths={"t": 6}) == [40, 10 * 2 * row]
+        assert bytes_of(known=states, with_state=True) == bytes_of(with_state=True) == [40, 10 * 2 * row]
         held = versions(client, ids)
         client.push_many({"t": (ids[:2], torch.ones(2, 3))})
         held[5], held[6] = WITH_STATE, -1
         # Eight known ones have an age, and a bit that says whether they have changed.
-        assert bytes_of(known={"t": held}, widths={"t": 6}) == [40 + 8 * 2, 1 + 2 * row + 3 * row]
+        assert bytes_of(known={"t": held}, with_state=True) == [40 + 8 * 2, 1 + 2 * row + 3 * row]
         squares = torch.ones(10)
         assert bytes_of(squares={"t": squares}) == [40 + 10 * row]
         squares[3], squares[4] = 0.5, 1 + 2.0**-10  # rounded, it is 1
@@ -275,9 +273,7 @@ def test_sums_and_gradients_of_one_step_move_rows_as_the_table_alone(rule: RowOp
             client.push_many(given, squares=squares)
             for name, (ids, grads) in given.items():
                 alone[name].push(ids, grads, squares[name].bfloat16() if name in squares else None)
-        whole = {name: rule.row_width(width) for name, width in widths.items()}
-        asked = dict.fromkeys(widths, torch.full((30,), WITH_STATE))
-        found = client.pull_many(dict.fromkeys(widths, everyone), known=asked, widths=whole)
+        found = client.pull_many(dict.fromkeys(widths, everyone), with_state=True)
         for name in widths:
             assert torch.equal(found[name].rows, alone[name].pull_with_state(everyone))
 
@@ -321,10 +317,10 @@ def test_counts_that_do_not_fit_are_refused_and_change_nothing() -> None:
 def test_answers_that_do_not_fit_are_refused() -> None:
     placement = TableSpec("t", 10, 2)
     table = Table(placement, SGD)
-    layout = Layout({"t": (table.placement, torch.float32, 2)})
+    layout = Layout({"t": (table.placement, torch.float32, 2, 2)})
 
     def take(reply: PullReply, *bits: Tensor, rows: int = 1) -> list[list[int]]:
-        pull = Pull(layout, [torch.arange(4)], [torch.tensor([3, 3, 3, -1])], None, [(5, 0)], None)
+        pull = Pull(layout, [torch.arange(4)], [torch.tensor([3, 3, 3, -1])], [VersionClock(5)], None)
         pull.take(0, reply, [*bits, torch.zeros(2 * rows)] if bits else [], 0)
         return [pull.pulled()["t"].positions.tolist(), pull.pulled()["t"].versions.tolist()]
 

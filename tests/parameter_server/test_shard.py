@@ -391,24 +391,8 @@ def test_a_restarted_worker_pushes_its_step_again() -> None:
 def mutate(value: object, chance: random.Random) -> object:
     """``value`` with some of its parts replaced by others that do not belong there."""
     wrong = [
-        -1,
-        0,
-        1,
-        2**31,
-        2**62,
-        -(2**62),
-        0.5,
-        float("nan"),
-        "",
-        "t",
-        "../t",
-        None,
-        [],
-        {},
-        True,
-        b"x",
-        ["t", 1, 0],
-    ]
+        -1, 0, 1, 2**31, 2**62, -(2**62), 0.5, float("nan"), "", "t", "../t", None, [], {}, True, b"x", ["t", 1, 0]
+    ]  # fmt: skip
     if chance.random() < 0.15:
         return chance.choice(wrong)
     if isinstance(value, list):

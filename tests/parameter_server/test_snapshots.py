@@ -113,12 +113,7 @@ def read(names: list[str], pieces: list[Piece]) -> Contents:
         usage = block.usage.tolist() or [[]] * len(block.ids)
         numbers = torch.cat([block.weights.to(block.states.dtype), block.states], 1).tolist()
         for k, id_, values, stamp, used in zip(
-            owners,
-            block.ids.tolist(),
-            numbers,
-            block.stamps.tolist(),
-            usage,
-            strict=True,
+            owners, block.ids.tolist(), numbers, block.stamps.tolist(), usage, strict=True
         ):
             assert (names[k], id_) not in rows
             rows[names[k], id_] = values, stamp, used

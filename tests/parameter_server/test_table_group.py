@@ -11,16 +11,7 @@ import torch
 from plain_kernels import owners as owners_of
 
 from anabranch.errors import NotFound
-from anabranch.tables import (
-    Family,
-    KernelThreads,
-    Normal,
-    RowOptimizer,
-    RowWiseAdagrad,
-    Table,
-    TableGroup,
-    TableSpec,
-)
+from anabranch.tables import Family, KernelThreads, Normal, RowOptimizer, RowWiseAdagrad, Table, TableGroup, TableSpec
 from anabranch.tables.arena import Arena
 from anabranch.tables.kernels import memory
 

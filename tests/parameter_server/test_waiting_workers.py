@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from anabranch.parameter_server.client.shards import ShardCalls
 from anabranch.parameter_server.messages import JoinMessage, NormMessage
 from anabranch.parameter_server.server.shard import Shard
 from anabranch.record.spans import Span, heard, open_spans
-from anabranch.transport import Answer, Request
+from anabranch.transport import Call, Client, Server, Verb
 from waiting import wait_until
 
 
@@ -41,22 +40,8 @@ def test_a_worker_waits_for_a_shard_that_does_not_listen_yet(tmp_path: Path) -> 
             assert joined.result(timeout=60.0) == 1
 
 
-class Unanswered(ShardCalls):
-    """Requests that wait for other workers, to the end."""
-
-    def __init__(self, watch: Callable[[], None]) -> None:
-        super().__init__(None, ["a shard"], 60.0, watch, 0.01)  # type: ignore[arg-type]
-        self.sent, self.over = 0, threading.Event()
-
-    def all(self, requests: Sequence[Request], deadline: Deadline | None = None) -> list[Answer]:
-        assert deadline is not None
-        self.sent += 1
-        self.over.wait(deadline.remaining())
-        raise deadline.error(peer="a shard", operation="pull")
-
-
 def test_a_long_wait_for_other_workers_looks_for_them_at_intervals_that_do_not_grow() -> None:
-    looks = 0
+    looks, unanswered = 0, list[Call]()
 
     def watch() -> None:
         nonlocal looks
@@ -64,11 +49,12 @@ def test_a_long_wait_for_other_workers_looks_for_them_at_intervals_that_do_not_g
         if looks == 12:  # with intervals that double, after 40 s
             raise PeerLost("its process has ended", peer="rank 1")
 
-    calls = Unanswered(watch)
-    with pytest.raises(PeerLost):
-        calls.in_turn([Request("a shard", "pull")], Deadline(60.0))
-    calls.over.set()
-    assert calls.sent == 2, "the request is not repeated for each look"
+    with Server([Verb("pull", unanswered.append)], drain_seconds=0.01) as server, Client() as client:
+        calls = ShardCalls(client, [server.endpoint], 60.0, watch, 0.01)
+        with pytest.raises(PeerLost, match="its process has ended"):
+            calls.all([calls.request(0, "pull")], watched=True)
+        assert looks == 12
+    assert len(unanswered) <= 1, "the request is not repeated for each look"
 
 
 def test_nobody_waits_for_the_norm_of_a_job_that_another_has_replaced() -> None:

@@ -13,21 +13,12 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from anabranch.errors import (
-    DeadlineExceeded,
-    NotFound,
-    Overloaded,
-    PeerLost,
-    ProtocolError,
-    RemoteError,
-    SchemaError,
-)
+from anabranch.errors import DeadlineExceeded, NotFound, Overloaded, PeerLost, ProtocolError, RemoteError, SchemaError
 from anabranch.transport import (
     Answer,
     Call,
     Client,
     Deadline,
-    Limits,
     MemoryTransport,
     Outcome,
     Request,
@@ -133,7 +124,7 @@ def test_the_asker_may_refuse_an_answer_before_it_has_a_place() -> None:
 
 
 def test_a_body_over_the_limit_is_refused_and_the_server_continues() -> None:
-    with Server([ECHO], limits=Limits(body=1000)) as server, Client(retries=0) as client:
+    with Server([ECHO], max_body=1000) as server, Client(retries=0) as client:
         with pytest.raises(ProtocolError, match="over the limit of 1000"):
             client.call(Request(server.endpoint, "echo", tensors=[torch.zeros(1000)]), soon())
         assert client.call(Request(server.endpoint, "echo", tensors=[torch.zeros(250)]), soon()).tensors
@@ -221,11 +212,7 @@ def test_a_second_request_while_the_first_is_served_ends_the_connection(monkeypa
 
 def test_many_peers_are_called_at_once_and_stragglers_cancelled() -> None:
     gate = Gate()
-    with (
-        Server([ECHO]) as quick,
-        Server([gate.verb]) as slow,
-        Client() as client,
-    ):
+    with Server([ECHO]) as quick, Server([gate.verb]) as slow, Client() as client:
         requests = [
             Request(slow.endpoint, "gate"),
             Request(quick.endpoint, "echo", payload=b"1"),

@@ -10,15 +10,7 @@ import pytest
 
 from anabranch.errors import DeadlineExceeded, PeerLost
 from anabranch.testing import FakeClock
-from anabranch.transport import (
-    Call,
-    Client,
-    Deadline,
-    Request,
-    RequestHeader,
-    Server,
-    Verb,
-)
+from anabranch.transport import Call, Client, Deadline, Request, RequestHeader, Server, Verb
 from anabranch.transport.frame import Heartbeat, Hello, encode
 from frame_reading import next_frame, wire_of
 from networks import CountingTransport

@@ -8,14 +8,7 @@ import time
 
 import pytest
 
-from anabranch.transport import (
-    Call,
-    Client,
-    Request,
-    RequestHeader,
-    Server,
-    Verb,
-)
+from anabranch.transport import Call, Client, Request, RequestHeader, Server, Verb
 from anabranch.transport.frame import Hello, encode
 from anabranch.transport.server import server as drivers
 from waiting import soon, wait_until

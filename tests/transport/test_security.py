@@ -47,10 +47,7 @@ def test_tcp_without_certificates_is_refused_unless_spelled_out(monkeypatch: pyt
         Server([ECHO], listen="tcp://127.0.0.1:0")
     with Client() as client, pytest.raises(ValueError, match="insecure=True"):
         client.call(Request("tcp://127.0.0.1:1", "echo"), soon())
-    with (
-        Server([ECHO], listen="tcp://127.0.0.1:0", insecure=True) as server,
-        Client(insecure=True) as client,
-    ):
+    with Server([ECHO], listen="tcp://127.0.0.1:0", insecure=True) as server, Client(insecure=True) as client:
         assert not server.endpoint.endswith(":0")
         assert client.call(Request(server.endpoint, "echo", tensors=[torch.ones(3)]), soon()).tensors
 
@@ -82,10 +79,7 @@ def test_a_host_without_ipv6_says_so_of_the_endpoint(endpoint: str, monkeypatch:
 @pytest.mark.parametrize("size", [1, 1_000_000])
 def test_certified_peers_speak_over_tls(keys: Path, size: int) -> None:
     tensor = torch.randn(size)
-    with (
-        Server([ECHO], listen="tcp://127.0.0.1:0", keys=keys) as server,
-        Client(keys=keys) as client,
-    ):
+    with Server([ECHO], listen="tcp://127.0.0.1:0", keys=keys) as server, Client(keys=keys) as client:
         for _ in range(3):
             answer = client.call(Request(server.endpoint, "echo", tensors=[tensor]), soon())
             assert torch.equal(answer.tensors[0], tensor)
@@ -156,10 +150,7 @@ def test_a_peer_without_a_certificate_gets_only_the_reason(keys: Path) -> None:
     context.verify_mode = ssl.CERT_NONE
     with Server([ECHO], listen="tcp://127.0.0.1:0", keys=keys) as server:
         host, port = server.endpoint.removeprefix("tcp://").split(":")
-        with (
-            socket.create_connection((host, int(port)), timeout=60) as plain,
-            context.wrap_socket(plain) as sock,
-        ):
+        with socket.create_connection((host, int(port)), timeout=60) as plain, context.wrap_socket(plain) as sock:
             sock.sendall(b"".join(bytes(part) for part in encode(Hello())))
             with pytest.raises(ssl.SSLError, match="CERTIFICATE_REQUIRED"):
                 sock.recv(1)
@@ -174,10 +165,7 @@ def test_an_old_tls_version_is_refused(keys: Path) -> None:
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     with Server([ECHO], listen="tcp://127.0.0.1:0", keys=keys) as server:
         host, port = server.endpoint.removeprefix("tcp://").split(":")
-        with (
-            socket.create_connection((host, int(port)), timeout=60) as plain,
-            pytest.raises(ssl.SSLError),
-        ):
+        with socket.create_connection((host, int(port)), timeout=60) as plain, pytest.raises(ssl.SSLError):
             context.wrap_socket(plain)
 
 
@@ -271,8 +259,5 @@ def test_another_user_on_a_unix_socket_is_refused_with_the_reason(side: str, mon
 
 
 def test_the_owner_of_a_unix_socket_has_every_role() -> None:
-    with (
-        Server([Verb("echo", echo, roles=frozenset({"directory"}))]) as server,
-        Client() as client,
-    ):
+    with Server([Verb("echo", echo, roles=frozenset({"directory"}))]) as server, Client() as client:
         assert client.call(Request(server.endpoint, "echo"), soon()).payload == f"process {os.getpid()}".encode()

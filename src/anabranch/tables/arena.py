@@ -39,7 +39,10 @@ def kind_of(spec: TableSpec, rule: RowOptimizer) -> tuple[object, ...]:
 
 
 class Seen(NamedTuple):
-    """Lookups, their rows, whether these are distinct, and whether they are begun and up to date."""
+    """Lookups, their rows, whether these are distinct, and whether they are begun and up to date.
+
+    It holds until a row may have another place or step.
+    """
 
     which: Array
     ids: Array
@@ -126,7 +129,7 @@ class Arena:
         one = np.zeros(1, np.int64)
         self.index = Index(one.astype(np.int32), np.array([1, 0]), one, one, one, self.owner, self.keys)
         self.seen: Seen | None = None
-        self._hashes = np.empty(0, np.uint64)
+        self.hashes: Array = np.empty(0, np.uint64)  # room for those of lookups
         self.watchers: list[Callable[[Array], None]] = []
 
     # --- tables -----------------------------------------------------------------------------------------------------
@@ -219,35 +222,6 @@ class Arena:
             leaving, self._leaving = self._leaving, []
             for number, blocks in leaving:
                 self.give_back(number, blocks)
-
-    # --- ids --------------------------------------------------------------------------------------------------------
-
-    def locate(
-        self, which: Array, ids: Array, starts: Array, visit: Callable[[Array, int, int], None]
-    ) -> tuple[Array, bool, int]:
-        """Rows of ids, but for false tags; whether each table's ids ascend; and the first id that is not here, or -1.
-
-        ``visit`` is called with the rows on each thread that has located its share of them.
-        """
-        if self._hashes.size < ids.size:
-            self._hashes = np.empty(2 * ids.size, np.uint64)
-        rows, each = np.empty_like(ids), list[tuple[int, int]]()
-
-        def part(thread: int, threads: int) -> None:
-            bad, falls = vocabulary.locate(
-                which, self.facts, self.shard, self.shards, self.index, self.words, self.pitch, ids, starts,
-                self._hashes, rows, thread, threads,
-            )  # fmt: skip
-            each.append((bad, falls))
-            if bad < 0:
-                visit(rows, thread, threads)
-
-        self.pool.run(part, ids.size)
-        return rows, not any(falls for _, falls in each), min((bad for bad, _ in each if bad >= 0), default=-1)
-
-    def remember(self, which: Array, ids: Array, starts: Array, rows: Array, distinct: bool, *, settled: bool) -> None:
-        """Keep where lookups are until a row may have another place or step."""
-        self.seen = Seen(which, ids.copy(), starts, rows, distinct, settled)
 
 
 def _converts_float16() -> bool:

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.errors import NotFound
-from anabranch.tables.arena import Arena
+from anabranch.tables.arena import Arena, Seen
 from anabranch.tables.kernels import rows as kernels
 from anabranch.tables.kernels import vocabulary
 from anabranch.tables.kernels.memory import KernelThreads, as_array, working_dtype
@@ -457,8 +457,8 @@ class TableGroup:
         seen = self.arena.seen
         if seen is not None and seen.are(self._which, flat, starts):
             return seen.rows
-        rows, distinct = self._locate(flat, starts, lambda rows, thread, threads: None)
-        self.arena.remember(self._which, flat, starts, rows, distinct, settled=False)
+        rows, distinct = self._locate(flat, starts)
+        self.arena.seen = Seen(self._which, flat.copy(), starts, rows, distinct, settled=False)
         return rows
 
     def admit(self, ids: Tensor, counts: Sequence[int]) -> None:
@@ -476,17 +476,38 @@ class TableGroup:
         assert starts[-1] == ids.numel()
         return np.ascontiguousarray(ids.detach().cpu().reshape(-1).numpy()), starts
 
-    def _locate(self, flat: Array, starts: Array, visit: Callable[[Array, int, int], None]) -> tuple[Array, bool]:
-        """Rows, which are visited, and whether they are distinct."""
+    def _locate(
+        self, flat: Array, starts: Array, visit: Callable[[Array, int, int], None] | None = None
+    ) -> tuple[Array, bool]:
+        """Rows, but for false tags, and whether each table's ids ascend.
+
+        ``visit`` is called with the rows on each thread that has located its share of them.
+        """
         arena = self.arena
-        rows, distinct, bad = arena.locate(self._which, flat, starts, visit)
-        if bad >= 0:
+        if arena.hashes.size < flat.size:
+            arena.hashes = np.empty(2 * flat.size, np.uint64)
+        rows, bads, falls = np.empty_like(flat), list[int](), list[int]()
+
+        def part(thread: int, threads: int) -> None:
+            bad, fall = vocabulary.locate(
+                self._which, arena.facts, arena.shard, arena.shards, arena.index, arena.words, arena.pitch, flat,
+                starts, arena.hashes, rows, thread, threads,
+            )  # fmt: skip
+            falls.append(fall)
+            if bad >= 0:
+                bads.append(bad)
+            elif visit is not None:
+                visit(rows, thread, threads)
+
+        arena.pool.run(part, flat.size)
+        if bads:
+            bad = min(bads)
             k = int(np.searchsorted(starts, bad, "right")) - 1
             spec, at = self.tables[k].spec, bad - starts[k]
             if spec.rows is not None and not 0 <= flat[bad] < spec.rows:
                 raise NotFound(f"table {spec.name} has ids 0 to {spec.rows - 1}; ids[{at}] is {flat[bad]}")
             raise NotFound(f"table {spec.name}: ids[{at}] is {flat[bad]}, which shard {arena.shard} does not hold")
-        return rows, distinct
+        return rows, not any(falls)
 
     def _rows(self, flat: Array, starts: Array, out: Array, versions: Array, *, training: bool) -> tuple[Array, bool]:
         """Rows of lookups, up to date and copied to ``out`` if it has room; and whether they are distinct.
@@ -510,7 +531,7 @@ class TableGroup:
             again, _ = self._visits(slice(k, k + 1), flat, starts[k : k + 2], out, versions, training=False)
             arena.pool.run(partial(again, rows), rows[part].size)
         if training and (out.size or versions.size):
-            arena.remember(self._which, flat, starts, rows, distinct, settled=True)
+            arena.seen = Seen(self._which, flat.copy(), starts, rows, distinct, settled=True)
         return rows, distinct
 
     def _visits(

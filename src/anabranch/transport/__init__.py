@@ -15,7 +15,7 @@ from anabranch.deadline import Deadline
 if TYPE_CHECKING:
     from anabranch.transport.certificates import make_keys
     from anabranch.transport.client import Answer, Client, Outcome, Request
-    from anabranch.transport.frame import Limits, RequestHeader, TensorHeader, allocate, pack, unpack
+    from anabranch.transport.frame import RequestHeader, TensorHeader, allocate, pack, unpack
     from anabranch.transport.server.connection import Call, Checked, ServerStatistics, Verb
     from anabranch.transport.server.server import Server
     from anabranch.transport.sockets import MemoryTransport, SocketTransport
@@ -27,7 +27,6 @@ __all__ = [
     "Checked",
     "Client",
     "Deadline",
-    "Limits",
     "Listener",
     "MemoryTransport",
     "Outcome",
@@ -50,13 +49,5 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker would accept every name as one of the package
     __getattr__, __dir__ = lazy_names(
         "anabranch.transport",
-        [
-            "certificates",
-            "streams",
-            "frame",
-            "sockets",
-            "client",
-            "server.connection",
-            "server.server",
-        ],
+        ["certificates", "streams", "frame", "sockets", "client", "server.connection", "server.server"],
     )

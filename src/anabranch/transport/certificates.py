@@ -74,7 +74,10 @@ def make_keys(
         ValueError: an unknown role, no name of a job, or a file that exists: nothing is overwritten.
         ModuleNotFoundError: without the ``tls`` extra.
     """
-    _need_cryptography()
+    if find_spec("cryptography") is None:
+        raise ModuleNotFoundError(
+            "making certificates needs cryptography: pip install 'anabranch[tls]'", name="cryptography"
+        )
     folder = Path(directory)
     if not _JOB.fullmatch(job):
         raise ValueError(f"job={job!r} is not a job name; use letters, digits, '_', '-' and '.', up to 64, or '*'")
@@ -102,13 +105,6 @@ def make_keys(
         paths[role] = folder / f"{role}.pem"
         _write_private(paths[role], _issue(role, job, certificate, key, days))
     return paths
-
-
-def _need_cryptography() -> None:
-    if find_spec("cryptography") is None:
-        raise ModuleNotFoundError(
-            "making certificates needs cryptography: pip install 'anabranch[tls]'", name="cryptography"
-        )
 
 
 def _authority(folder: Path, days: float) -> tuple[x509.Certificate, EllipticCurvePrivateKey]:

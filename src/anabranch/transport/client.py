@@ -45,7 +45,6 @@ from anabranch.transport.frame import (
     Header,
     Heartbeat,
     Hello,
-    Limits,
     ReplyHeader,
     RequestHeader,
     Wire,
@@ -166,7 +165,6 @@ class Client:
             self._options = ClientOptions(role, None if keys is None else os.fspath(keys), insecure, heartbeat, retries)
         self._heartbeat = heartbeat
         self._retries = retries
-        self._limits = Limits()
         self._lock = threading.Lock()
         self._idle: defaultdict[str, list[_Channel]] = defaultdict(list)
         self._busy: set[_Channel] = set()
@@ -239,6 +237,8 @@ class Client:
         *,
         enough: Callable[[Sequence[Outcome]], bool] | None = None,
         grace: float = 0.0,
+        watch: Callable[[], None] | None = None,
+        every: float = 1.0,
     ) -> list[Outcome]:
         """Send all requests at once and return the outcome of each, in their order; raises no error of a server.
 
@@ -250,6 +250,8 @@ class Client:
             enough: called with the outcomes so far after each that arrives; once it is true, the rest have ``grace``
                 seconds left and are then cancelled, which closes their connections.
             grace: seconds.
+            watch: called each time that ``every`` seconds have passed; its error ends the wait, and all requests.
+            every: seconds.
         """
         if self.forked:
             raise ForkedClient(
@@ -260,7 +262,7 @@ class Client:
         exchanges = list(map(_Exchange, repeat(self), requests, repeat(deadline), repeat(len(requests) > 1)))
         try:
             if exchanges:
-                _Waiting(exchanges).run(deadline, enough, grace)
+                _Waiting(exchanges).run(deadline, enough, grace, watch, every)
         finally:
             for exchange in exchanges:
                 if not exchange.done:
@@ -322,7 +324,7 @@ class Client:
                     self._busy.add(channel)
                     return channel
                 channel.close()
-        channel = _Channel(Wire(self._transport.connect(endpoint), self._limits), self._heartbeat)
+        channel = _Channel(Wire(self._transport.connect(endpoint)), self._heartbeat)
         with self._lock:
             self._busy.add(channel)
         return channel
@@ -480,7 +482,7 @@ class _Exchange(msgspec.Struct, eq=False):
                         self._check_silence()
                     channel.connected = True
                     # The request follows the greeting at once: an unauthorized client is refused anyway.
-                    wire.waiting += encode(Hello(0.0, client._limits.body))
+                    wire.waiting += encode(Hello())
                 if request.role is not None and stream.peer.role not in (None, request.role):
                     raise Unauthorized(
                         f"the server's certificate has role {stream.peer.role!r}, but role {request.role!r} was "
@@ -660,22 +662,30 @@ class _Exchange(msgspec.Struct, eq=False):
 _done, _outcome = attrgetter("done"), attrgetter("outcome")
 
 
+@dataclass(eq=False)
 class _Waiting:
-    """The exchanges of one ``gather`` without an outcome, each continued when its server has answered."""
+    """The exchanges of one ``gather``, each continued when its server has answered."""
 
-    def __init__(self, exchanges: Sequence[_Exchange]) -> None:
-        self._exchanges = exchanges
-        self._waiting: list[_Exchange] = []
+    exchanges: Sequence[_Exchange]
+    waiting: Sequence[_Exchange] = ()
+    """Those without an outcome."""
 
     def open_span(self) -> dict[str, object]:
         """Say whom the caller waits for, for ``anabranch status``."""
-        waiting = self._waiting or self._exchanges
+        waiting = self.waiting or self.exchanges
         since = round(time.monotonic() - waiting[0].deadline.elapsed(), 3)
         return {"name": "wait", "since": since, **_wait_for(waiting)}
 
-    def run(self, deadline: Deadline, enough: Callable[[Sequence[Outcome]], bool] | None, grace: float) -> None:
+    def run(
+        self,
+        deadline: Deadline,
+        enough: Callable[[Sequence[Outcome]], bool] | None,
+        grace: float,
+        watch: Callable[[], None] | None,
+        every: float,
+    ) -> None:
         """Continue until all have an outcome, or enough have one and ``grace`` seconds have passed."""
-        exchanges = self._exchanges
+        exchanges = self.exchanges
         for first in range(0, len(exchanges), _SENT_TOGETHER):
             some = exchanges[first : first + _SENT_TOGETHER]
             for exchange in some:
@@ -685,11 +695,12 @@ class _Waiting:
                 if exchange.wait is _READY and exchange.steps is not None:
                     exchange.wait = next(exchange.steps, _READY)
         finished, whole = 0, deadline
+        look_at = float("inf") if watch is None else time.monotonic() + every
         span = spans.begin()
         spans.shown[self] = None
         try:
             while waiting := list(filterfalse(_done, exchanges)):
-                self._waiting = waiting
+                self.waiting = waiting
                 if enough is not None and len(exchanges) - len(waiting) > finished:
                     finished = len(exchanges) - len(waiting)
                     if enough(list(map(_outcome, exchanges))):
@@ -701,7 +712,10 @@ class _Waiting:
                     for exchange in waiting if whole.expired() else ():
                         exchange.expire()
                     return
-                wake, poller = now + left, select.poll()
+                if watch is not None and now >= look_at:
+                    watch()
+                    look_at = time.monotonic() + every
+                wake, poller = min(now + left, look_at), select.poll()
                 for exchange in waiting:
                     descriptor, events, until = exchange.wait
                     if descriptor >= 0:

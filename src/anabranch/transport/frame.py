@@ -14,7 +14,7 @@ The checksum covers the preamble before it and the header: CRC-32 as in Ethernet
 authenticates every record, and bytes through a Unix socket cross no wire, so bodies have none.
 
 Magic and version have the same place in every version, so peers of two versions can refuse each other. A reader
-allocates nothing unchecked: lengths are checked against ``Limits`` before the header is read, shapes against lengths
+allocates nothing unchecked: lengths are checked against their limits before the header is read, shapes against lengths
 before a tensor is made, and whoever reads sees the header before it gives the body its memory.
 
 ``Wire`` is the one place where a body is written to a stream, and the one where it is read.
@@ -27,7 +27,6 @@ import struct
 import threading
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias, TypeVar, cast
 
 import msgspec
@@ -48,23 +47,14 @@ _MOST_HEADER = 64 << 10  # bytes
 _MOST_DIMENSIONS = 8
 MOST_TENSORS = 64
 """The most tensors in a frame."""
+MOST_BODY = 1 << 30
+"""The most bytes of a frame's tensors together, unless a server says otherwise."""
 _AHEAD = 16 << 10
 
 _Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MOST_BYTES)]
 # NaN and infinity are refused: both would make waits unbounded.
 _Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 _Word: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Upper bound on what a reader accepts from a peer.
-
-    Attributes:
-        body: bytes of a frame's tensors together.
-    """
-
-    body: int = 1 << 30
 
 
 class TensorHeader(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -85,10 +75,9 @@ _Tensors: TypeAlias = Annotated[tuple[TensorHeader, ...], msgspec.Meta(max_lengt
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The first frame of each side: seconds between a server's beats, and the bytes that the side accepts in a body."""
+    """The first frame of each side: seconds between a server's beats."""
 
     heartbeat: _Seconds = 0.0
-    body: _Size = 0
     tensors: _Tensors = ()
 
 
@@ -288,7 +277,7 @@ class Wire:
 
     Args:
         stream: carries the bytes.
-        limits: the sizes that the peer may send.
+        max_body: bytes of tensors that the peer may send in a frame.
 
     Attributes:
         waiting: the bytes to send that the stream has not taken yet.
@@ -296,12 +285,12 @@ class Wire:
         more: true after a frame if bytes of the next have come.
     """
 
-    def __init__(self, stream: Stream, limits: Limits) -> None:
+    def __init__(self, stream: Stream, max_body: int = MOST_BODY) -> None:
         self.stream = stream
         self.waiting: list[memoryview] = []
         self.received = 0
         self.more = False
-        self._limits = limits
+        self._max_body = max_body
         # Bytes received and not yet parsed: a small frame takes one system call, not three.
         self._ahead = bytearray(0)
         self._view = memoryview(self._ahead)
@@ -359,8 +348,8 @@ class Wire:
             raise ProtocolError(f"there is no frame of kind {kind} with flags {flags:#x}")
         if length > _MOST_HEADER:
             raise ProtocolError(f"a header of {length} bytes is over the limit of {_MOST_HEADER}")
-        if body > self._limits.body:
-            raise ProtocolError(f"a body of {body} bytes is over the limit of {self._limits.body}")
+        if body > self._max_body:
+            raise ProtocolError(f"a body of {body} bytes is over the limit of {self._max_body}")
         while self._end - self._start < _PREAMBLE.size + length:
             if not self._fetch(_PREAMBLE.size + length):
                 # The received bytes are parsed again with the next ones.

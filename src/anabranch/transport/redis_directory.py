@@ -49,7 +49,6 @@ from anabranch.transport.certificates import EVERY_JOB, check_keys, job_of_keys,
 from anabranch.transport.streams import Peer
 
 _PASSWORD_VARIABLE = "ANABRANCH_REDIS_PASSWORD"  # noqa: S105 - its name
-_PORT = 6379
 _SCHEMES = ("redis://", "rediss://", "unix://")
 _PAUSES = (0.05, 0.1, 0.2, 0.4, 0.8)
 _log = logging.getLogger("anabranch.transport")
@@ -70,20 +69,13 @@ def shown_url(url: str) -> str:
     return f"{scheme}://{rest.partition('?')[0].rpartition('@')[2]}"
 
 
-def host_and_port(url: str) -> tuple[str | None, int]:
-    """Return where a Redis listens; no host for a Unix socket.
+def is_local(url: str) -> bool:
+    """Return True for a Redis that only processes of this host reach.
 
-    >>> host_and_port("rediss://:secret@db.example.org/2"), host_and_port("unix:///run/redis.sock")
-    (('db.example.org', 6379), (None, 0))
+    >>> [is_local(url) for url in ("redis://[::1]/2", "redis://", "unix:///run/redis.sock", "rediss://db.example.org")]
+    [True, True, True, False]
     """
-    if url.startswith("unix://"):
-        return None, 0
-    parts = urlsplit(url)
-    return parts.hostname or "localhost", parts.port or _PORT
-
-
-def is_loopback(host: str) -> bool:
-    """Return True if ``host`` is a name or address of this host."""
+    host = "localhost" if url.startswith("unix://") else urlsplit(url).hostname or "localhost"
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -128,12 +120,6 @@ class RedisLink:
                 f"{self.url!r} is not a Redis address ({error}); use redis://HOST:PORT/DATABASE, rediss://... for "
                 "TLS, or unix://PATH"
             ) from None
-
-    @property
-    def is_local(self) -> bool:
-        """True if only processes of this host reach it."""
-        host, _ = host_and_port(self._url)
-        return host is None or is_loopback(host)
 
     def _connect(self, seconds: float) -> Any:
         from redis import Redis
@@ -419,7 +405,7 @@ class _Parts:
         if keys is not None:
             check_keys(keys, role)
         self.link = RedisLink(url, timeout)
-        self.peer = Peer("", role=None if keys is None else role, plain=not self.link.is_local)
+        self.peer = Peer("", role=None if keys is None else role, plain=not is_local(url))
         jobs = [] if keys is None else dict.fromkeys([EVERY_JOB, job_of_keys(keys, role)])
         self.spaces = [f"{{anabranch:{name}}}" for name in jobs] or ["{anabranch}"]
         self.own = self.spaces[-1]

@@ -700,7 +700,8 @@ class RemotePart:
         try:
             # The values may be another Executor's by now. A job whose servers are gone is to end soon.
             patience = min(self.client.timeout, _PATIENCE * self._spec.heartbeat)
-            self.client.check_joined(until=Deadline.after(patience) if in_haste else until)
+            self.client.end_by(Deadline.after(patience) if in_haste else until)
+            self.client.wait_for_turn(0)
             if not self.consistency.merges:
                 self.client.leave([self._worker.rank])  # as its last word: others may be at later steps
             if self.place is not None and self._workers is not None and self._workers.store is not None:

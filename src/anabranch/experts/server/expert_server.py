@@ -60,7 +60,6 @@ from anabranch.transport import (
     Call,
     Checked,
     Client,
-    Limits,
     Request,
     RequestHeader,
     Server,
@@ -73,7 +72,7 @@ from anabranch.transport import (
     unpack,
 )
 from anabranch.transport.failures import ends_the_program, note_failure
-from anabranch.transport.frame import bytes_of
+from anabranch.transport.frame import MOST_BODY, bytes_of
 
 _log = logging.getLogger("anabranch.experts")
 
@@ -393,7 +392,7 @@ class ExpertServer:
         heartbeat: seconds between the beats that tell a waiting caller that the server lives.
         transport: the network; sockets by default.
         max_connections: a caller beyond it gets ``Overloaded``.
-        limits: the sizes accepted from a caller in one frame.
+        max_body: bytes of tensors accepted from a caller in one frame.
         drain_seconds: how long leaving the block waits for calls in flight.
         session_bytes: the budget of all inference sessions: what their caches and last answers hold, at least 64 KiB
             each. Beyond it callers get ``Overloaded``.
@@ -422,7 +421,7 @@ class ExpertServer:
         heartbeat: float = 1.0,
         transport: Transport | None = None,
         max_connections: int = 512,
-        limits: Limits | None = None,
+        max_body: int = MOST_BODY,
         drain_seconds: float = 5.0,
         session_bytes: int = 4 << 30,
         clock: Callable[[], float] = time.monotonic,
@@ -457,7 +456,7 @@ class ExpertServer:
             insecure=insecure,
             heartbeat=heartbeat,
             transport=transport,
-            limits=limits,
+            max_body=max_body,
             max_connections=max_connections,
             drain_seconds=drain_seconds,
             healthy=self._verbs.healthy,

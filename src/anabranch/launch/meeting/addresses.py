@@ -18,7 +18,7 @@ from pathlib import Path
 from anabranch.transport import make_keys
 from anabranch.transport.certificates import KEYS_VARIABLE
 from anabranch.transport.endpoints import PrivateFolder, TcpEndpoint, parse_endpoint, split_endpoints
-from anabranch.transport.redis_directory import RedisLink, is_redis_url, shown_url
+from anabranch.transport.redis_directory import RedisLink, is_local, is_redis_url
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def check_directory(directory: str, *, experts: int, host: str | None, keys: str
     """
     shown = directory
     if is_redis_url(directory):
-        shown, is_here = shown_url(directory), RedisLink(directory, 1.0).is_local
+        shown, is_here = RedisLink(directory, 1.0).url, is_local(directory)
     else:
         is_here = not any(isinstance(parse_endpoint(one), TcpEndpoint) for one in split_endpoints(directory))
         if not is_here and not keys:

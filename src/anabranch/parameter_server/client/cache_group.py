@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.parameter_server.client.remote_weight import distinct_ids
-from anabranch.parameter_server.client.row_messages import Layout, Pull, Pulled
+from anabranch.parameter_server.client.row_messages import Layout, Pull, Pulled, VersionClock
 from anabranch.tables.cache import SETTLED, Cache, CacheStatistics, Due, spare_of
 from anabranch.tables.kernels import caches
 from anabranch.tables.kernels.caches import WITH_STATE
@@ -201,37 +201,37 @@ class CacheGroup:
 
     def write(self, gradients: Mapping[str, tuple[Tensor, Tensor]], step: int) -> dict[str, Due]:
         """Take the gradients of distinct ids; returns those that are due at the servers."""
-        none = (
-            torch.empty(0, dtype=torch.int64, device="cpu"),
-            torch.empty(0, self._width, dtype=self._dtype, device="cpu"),
-        )
-        if self._cache.push_bound:
-            gradients = {name: gradients.get(name, none) for name in self.names}
-        if not gradients:
-            return {}
-        names, lookups = self._lookups({name: ids for name, (ids, _) in gradients.items()})
         self._clock = step
         self._sent = [sent for sent in self._sent if sent[0] >= step - 1]
-        if not self._cache.push_bound:
+        if self._cache.push_bound:
+            self._constants = -1, self._constants[1]  # the rates may have been set anew since the step's reads
+            return self._left(self.names, *self._write(gradients, step, self._constants_of(step)), step, empty=True)
+        if gradients:
+            _, lookups = self._lookups({name: ids for name, (ids, _) in gradients.items()})
             caches.pass_on(self._arrays, lookups)
             self._sent.append((step, lookups))
-            return {name: (*gradients[name], None) for name in names}
-        grads = side_by_side([gradients[name][1].to(self._dtype) for name in names])
-        self._constants = -1, self._constants[1]  # the rates may have been set anew since the step's reads
-        members, constants = lookups.members, self._constants_of(step)
-        room = self._room(lookups.ids.size + caches.count_due(self._arrays.due_at, members, step), len(names))
-        caches.write(self._rule_number, self._arrays, lookups, grads.numpy(), step, constants, room)
-        return self._left(names, members, room, step, empty=True)
+        return {name: (*some, None) for name, some in gradients.items()}
 
     def waiting(self) -> dict[str, Due]:
         """All gradients that wait, which then count as pushed."""
         if not self._cache.push_bound:
             return {}
-        members = np.arange(len(self.names))
-        limit = caches.NEVER - 1
-        room = self._room(caches.count_due(self._arrays.due_at, members, limit), len(members))
-        caches.take_due(self._arrays, members, limit, room)
-        return self._left(self.names, members, room, self._clock)
+        return self._left(self.names, *self._write({}, caches.NEVER - 1, self._constants[1]), self._clock)
+
+    def _write(
+        self, gradients: Mapping[str, tuple[Tensor, Tensor]], step: int, constants: Array
+    ) -> tuple[Array, caches.Due]:
+        """Let gradients wait; return all tables, and the gradients that are due by ``step``."""
+        none = (
+            torch.empty(0, dtype=torch.int64, device="cpu"),
+            torch.empty(0, self._width, dtype=self._dtype, device="cpu"),
+        )
+        of_all = [gradients.get(name, none) for name in self.names]
+        _, lookups = self._lookups({name: ids for name, (ids, _) in zip(self.names, of_all, strict=True)})
+        grads = side_by_side([some.to(self._dtype) for _, some in of_all])
+        room = self._room(lookups.ids.size + np.count_nonzero(self._arrays.due_at <= step), len(self.names))
+        caches.write(self._rule_number, self._arrays, lookups, grads.numpy(), step, constants, room)
+        return lookups.members, room
 
     def statistics(self) -> dict[str, CacheStatistics]:
         """Counters since it was made."""
@@ -247,7 +247,7 @@ class CacheGroup:
         members = np.array([self._numbers[name] for name in ids])
         return list(ids), caches.Lookups(members, side_by_side(list(ids.values())).numpy(), starts)
 
-    def _room(self, count: int, tables: int) -> Any:
+    def _room(self, count: int, tables: int) -> caches.Due:
         """Room for ``count`` gradients that go to the servers."""
         numbers = self._arrays.rows.dtype
         return caches.Due(
@@ -257,7 +257,9 @@ class CacheGroup:
             np.zeros(tables + 1, np.int64),
         )
 
-    def _left(self, names: list[str], members: Array, room: Any, step: int, *, empty: bool = False) -> dict[str, Due]:
+    def _left(
+        self, names: list[str], members: Array, room: caches.Due, step: int, *, empty: bool = False
+    ) -> dict[str, Due]:
         """Return the gradients that go to the servers with the push of ``step``, by table."""
         if room.starts[-1]:
             self._sent.append((step, caches.Lookups(members, room.ids[: room.starts[-1]], room.starts)))
@@ -301,7 +303,7 @@ def compile_cache_kernels(cache: Cache, rule: RowOptimizer, dtype: torch.dtype) 
     names, wide = ["first", "second"], rule.row_width(_WIDTH) if cache.push_bound else _WIDTH
     small = Cache(cache.policy, 8, min(cache.pull_bound, 1), min(cache.push_bound, 1))
     group = CacheGroup(names, small, _WIDTH, dtype, [lambda: rule] * 2)
-    layout = Layout(dict.fromkeys(names, (Placement(_ROWS, 2, 7), dtype, _WIDTH)), [{}, {}])
+    layout = Layout(dict.fromkeys(names, (Placement(_ROWS, 2, 7), dtype, _WIDTH, wide)), [{}, {}])
 
     def received(query: CacheQuery[Any]) -> dict[str, Pulled]:
         counts = {name: len(ids) for name, ids in query.ids.items()}
@@ -319,7 +321,7 @@ def compile_cache_kernels(cache: Cache, rule: RowOptimizer, dtype: torch.dtype) 
         batch = {name: torch.randint(_ROWS, (24,), generator=draw, device="cpu") for name in names}
         ids = {name: one.ids for name, one in distinct_ids(batch, dict.fromkeys(names, _ROWS)).items()}
         known = [torch.full((len(some),), WITH_STATE, device="cpu") for some in ids.values()]
-        Pull(layout, list(ids.values()), known, [wide] * 2, [(0, 0)] * 2, None)
+        Pull(layout, list(ids.values()), known, [VersionClock()] * 2, None, with_state=True)
         query = group.ask(ids, step, training=step != 4)
         query.answer(received(query))
         ahead = group.prefetch({name: some[::2].contiguous() for name, some in ids.items()}, step, training=True)

@@ -50,7 +50,6 @@ from anabranch.parameter_server.messages import (
 )
 from anabranch.parameter_server.server.contents import ShardStatistics
 from anabranch.parameter_server.server.shard_server import ParameterServer
-from anabranch.tables.kernels.caches import WITH_STATE
 from anabranch.tables.optimizers.row_optimizers import OptimizerFactory, ParameterState, RowOptimizer
 from anabranch.tables.table_spec import Constant, Initial, TableSpec
 from anabranch.tensors.packing import Compression, acceptable, check_compression
@@ -172,7 +171,7 @@ class ParameterClient(KnownTables):
         if in_process:
             transport = MemoryTransport()
             addresses = [self._stack.enter_context(ParameterServer(transport=transport)).endpoint]
-        self._clocks = [VersionClock() for _ in addresses]
+        self._clocks = [VersionClock()] * len(addresses)
         self._torn: int | None = None
         self.pushed = 0
         self._joins = -1
@@ -308,7 +307,7 @@ class ParameterClient(KnownTables):
             return
         self._barriers += 1
         message = BarrierMessage(self.worker.rank, self.worker.world, self._barriers)
-        self.calls.in_turn([self.calls.request(0, "barrier", pack(message))], Deadline(self.calls.timeout))
+        self.calls.all([self.calls.request(0, "barrier", pack(message))], watched=True)
 
     def save(self, path: str | os.PathLike[str], *, step: int = 0) -> None:
         """Write all tables and parameters, with states and versions, into the directory ``path`` of this machine.
@@ -391,8 +390,7 @@ class ParameterClient(KnownTables):
         def rows() -> Iterator[tuple[Tensor, Tensor]]:
             for ids in chunks(entry.shape[0]):
                 self.end_by(until)
-                known, widths = torch.full_like(ids, WITH_STATE), {name: rule.row_width(entry.width)}
-                yield ids, self.pull_many({name: ids}, known={name: known}, widths=widths, exact=True)[name].rows
+                yield ids, self.pull_many({name: ids}, with_state=True, exact=True)[name].rows
 
         state = gathered(rule, entry.dtype, entry.shape, rows())
         self.end_by(until)
@@ -443,7 +441,7 @@ class ParameterClient(KnownTables):
         training: bool = False,
         step: int | None = None,
         known: Mapping[str, Tensor] | None = None,
-        widths: Mapping[str, int] | None = None,
+        with_state: bool = False,
         ahead: bool = False,
         exact: bool = False,
     ) -> dict[str, Pulled]:
@@ -455,37 +453,33 @@ class ParameterClient(KnownTables):
             step: the worker's step; the read waits until it may start. ``None`` reads the present values.
             known: for each table the version known of each id, from ``Pulled``, -1 for none; a row with a version is
                 sent only if it has changed since. Without it rows come without their positions and versions.
-            widths: rows known as ``WITH_STATE`` are sent with their optimizer's state, and this is the number of values
-                of such a row; the state of the others is left zero.
+            with_state: rows known as ``WITH_STATE``, or all without ``known``, come with their optimizer's state; that
+                of the others is left zero.
             ahead: true if no caller waits for the answer yet.
             exact: rows are not rounded, whatever ``compression`` says.
         """
         began = time.monotonic()
-        deadline = Deadline(self.calls.timeout)
         compression = None if exact else self.compression
         layout, rank = self.layout(wanted), self._rank_at(step)
-        with self._counting:
-            clocks = [(clock.generation, clock.base) for clock in self._clocks]
-        ids = [wanted[name] for name in layout.tables]
-        versions = None if known is None else [known[name] for name in layout.tables]
-        wide = None if widths is None else [widths.get(name) for name in layout.tables]
-        pull = Pull(layout, ids, versions, wide, clocks, compression)
+        ids, clocks = list(map(wanted.__getitem__, layout.tables)), list(self._clocks)
+        versions = None if known is None else list(map(known.__getitem__, layout.tables))
+        pull = Pull(layout, ids, versions, clocks, compression, with_state=with_state)
         requests, shards = list[Request](), list[int]()
         at = -1 if step is None else step
         for shard in range(len(clocks)):
             parts, tensors = pull.message(shard)
             if parts:
                 turn = None if step is None else self._turn_for(shard)
-                message = PullMessage(parts, training, clocks[shard][0], rank, at, compression, turn)
+                message = PullMessage(parts, training, clocks[shard].generation, rank, at, compression, turn)
                 most = pull.most(shard)
                 requests.append(self.calls.request(shard, "pull", pack(message), tensors, step=step, answer_bytes=most))
                 shards.append(shard)
         pushed = []
-        for shard, answer in zip(shards, self.calls.in_turn(requests, deadline), strict=True):
+        for shard, answer in zip(shards, self.calls.all(requests, watched=True), strict=True):
             reply = unpack(answer.payload, PullReply)
             with self._counting:
-                base = self._clocks[shard].read(reply.generation, reply.steps)
-            pull.take(shard, reply, answer.tensors, base)
+                clock = self._clocks[shard] = self._clocks[shard].after(reply.generation, reply.steps)
+            pull.take(shard, reply, answer.tensors, clock.base)
             pushed.append(reply.pushed)
         if not ahead:
             self.pushed = min(pushed, default=0)
@@ -616,8 +610,7 @@ class ParameterClient(KnownTables):
             self.calls.request(shard, "norm", pack(NormMessage(rank, step, self._turn_for(shard))), step=step)
             for shard in range(self.shards)
         ]
-        answers = self.calls.in_turn(requests, Deadline(self.calls.timeout))
-        return sum(unpack(answer.payload, float) for answer in answers)
+        return sum(unpack(answer.payload, float) for answer in self.calls.all(requests, watched=True))
 
     def release(self, step: int, scale: float = 1.0) -> None:
         """Apply the held pushes of ``step``, times ``scale``, once all workers have; they pass the same scale."""
@@ -715,19 +708,18 @@ class ParameterClient(KnownTables):
             message = JoinMessage(worker.rank, worker.world, worker.consistency, done, number, self._turn)
             self.calls.everywhere("join", pack(message))
 
-    def check_joined(self, *, until: Deadline | None = None) -> None:
-        """Raise ``SchemaError`` if another client has joined the shards as this worker since."""
-        self.end_by(until)
-        self.wait_for_turn(0)  # which every worker may read at
-
     def wait_for_turn(self, step: int) -> None:
-        """Wait until the job's consistency lets this worker read at ``step``, on every shard."""
+        """Wait until the job's consistency lets this worker read at ``step``, on every shard.
+
+        Raises:
+            SchemaError: another client has joined the shards as this worker since.
+        """
         none = torch.empty(0, dtype=torch.int64, device="cpu")
         rank, requests = self._rank_at(step), []
         for shard in range(self.shards):
             message = PullMessage([], False, 0, rank, step, None, self._turn_for(shard))
             requests.append(self.calls.request(shard, "pull", pack(message), [none], step=step))
-        self.calls.in_turn(requests, Deadline(self.calls.timeout))
+        self.calls.all(requests, watched=True)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -793,11 +785,10 @@ def _checked_endpoints(endpoints: Sequence[str], *, explicit: bool) -> list[str]
     for endpoint in endpoints:
         if not isinstance(endpoint, str):
             raise TypeError(f"an endpoint is a string such as unix:PATH or tcp://HOST:PORT, got {endpoint!r}")
-    if explicit and not endpoints:
-        raise ValueError("endpoints is empty; name the shards, or leave it out to use the job's")
-    for endpoint in endpoints:
         if list(endpoints).count(endpoint) > 1:
             raise ValueError(f"endpoints names {endpoint} more than once; name each shard once, in the shards' order")
+    if explicit and not endpoints:
+        raise ValueError("endpoints is empty; name the shards, or leave it out to use the job's")
     return list(endpoints)
 
 

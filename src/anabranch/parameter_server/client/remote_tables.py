@@ -243,7 +243,7 @@ class RemoteTables:
                 if rule is not None:
                     module.check_new(self._client)
                     self._client.init_table(module.spec, rule)
-                new = _Source(module.name, self, _no_rule, module.spec, 0)
+                new = _Source(module.name, self, _no_rule, module.spec)
                 self._attach(module, self._sources.setdefault(module.name, new), rule)
 
     def is_trained_elsewhere(self, module: RemoteEmbedding) -> bool:
@@ -258,7 +258,7 @@ class RemoteTables:
                 "rows here at different steps than the servers; use push_bound=0, or another dtype"
             )
         self._client.init_table(spec, rule())
-        source = self._sources[spec.name] = _Source(spec.name, self, rule, spec, rule().row_width(spec.width))
+        source = self._sources[spec.name] = _Source(spec.name, self, rule, spec)
         if self._cache is not None:
             self._uncached.append(source)
         return source
@@ -519,7 +519,7 @@ class RemoteTables:
         ):  # waiting gradients have weight even if this step's batch has none
             waited = {name: some for name, some in due.items() if some[2] is not None and len(some[0])}
             self._push_at_once(waited)
-            due |= {name: (*self._sources[name].nothing(), None) for name in waited}
+            due |= {name: (ids[:0], grads[:0], None) for name, (ids, grads, _) in waited.items()}
         # A sum may be too large although no gradient is: if it were refused a step late, this worker would wait for
         # the others in that step, and they for its push.
         leaves = waits and not beside and acceptable([grads for _, grads, _ in due.values()], rounding)
@@ -623,11 +623,10 @@ class RemoteTables:
             step = self._step if ahead_of is None else ahead_of
             if not (bsp or self._training or ahead):
                 step = 0  # what is there now: only a step waits for workers that are behind
-        widths = None  # of rows with their state, which a cache with own writes needs
-        if known is not None and self.delays:
-            widths = {name: self._sources[name].row_width for name in ids}
-        training = self._training and not ahead
-        return self._client.pull_many(ids, training=training, step=step, known=known, widths=widths, ahead=ahead)
+        training, with_state = self._training and not ahead, self.delays  # which a cache with own writes needs
+        return self._client.pull_many(
+            ids, training=training, step=step, known=known, with_state=with_state, ahead=ahead
+        )  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
@@ -638,7 +637,6 @@ class _Source:
     tables: RemoteTables
     rule: Callable[[], RowOptimizer]
     spec: TableSpec
-    row_width: int  # numbers per row with its state
     gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     leaving: list[Due] = field(default_factory=list)
     expected: tuple[Distinct, Tensor | None] | None = None  # the ids that this step is to look up, and their rows
@@ -704,11 +702,6 @@ class _Source:
                 + (cure if any(move.name == self.name for move in self.tables.moves) else "")
             )
         self.gradients.append((ids, grads))
-
-    def nothing(self) -> tuple[Tensor, Tensor]:
-        return torch.empty(0, dtype=torch.int64, device="cpu"), torch.empty(
-            0, self.spec.width, dtype=self.spec.dtype, device="cpu"
-        )
 
 
 _awaited: set[threading.Thread] = set()

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -60,27 +60,29 @@ class Pulled:
     rows: Tensor
 
 
-@dataclass(slots=True)
-class VersionClock:
+class VersionClock(NamedTuple):
     """Turns one shard's steps into versions that only grow: each generation counts from a base above the previous one.
 
     A version below the base belongs to a generation that has ended, and counts as unknown.
 
     >>> clock = VersionClock()
-    >>> [clock.read(generation, [steps]) + steps for generation, steps in [(7, 3), (7, 5), (9, 0), (9, 1)]]
-    [3, 5, 6, 7]
+    >>> for generation, steps in [(7, 3), (7, 5), (9, 0), (9, 1)]:
+    ...     clock = clock.after(generation, [steps])
+    ...     print(clock.base + steps)
+    3
+    5
+    6
+    7
     """
 
     generation: int = 0
     base: int = 0
     last: int = -1
 
-    def read(self, generation: int, steps: Sequence[int]) -> int:
-        """Return the base that the versions of an answer count from."""
-        if generation != self.generation:
-            self.generation, self.base = generation, self.last + 1
-        self.last = max(self.last, self.base + max(steps, default=0))
-        return self.base
+    def after(self, generation: int, steps: Sequence[int]) -> VersionClock:
+        """Return the clock from whose base the versions of an answer count."""
+        base = self.base if generation == self.generation else self.last + 1
+        return VersionClock(generation, base, max(self.last, base + max(steps, default=0)))
 
 
 class Layout:
@@ -91,39 +93,43 @@ class Layout:
         dense: the share of each parameter in the message, by shard.
         limits, halves, keys: the tables' placements, as arrays: rows, -1 where any int64 is an id, and what
             ``Placement`` calls half and key.
-        kinds: dtype and width of each table's rows.
-        row_bytes, dense_bytes: of a row of each table, and of each shard's parameters.
+        kinds: dtype, width, and numbers of a row with its state, of each table.
+        row_bytes, wide_bytes, dense_bytes: of a row of each table, with its state, and of each shard's parameters.
         row_sizes: bytes of a row of each table on the way, not whole ones where rows share a scale; by compression.
-        runs: the tables of each kind.
+        runs, wide_runs: the tables of each kind, where no row comes with its state, and where some do.
         ids_travel_as: int32, if no table has an id that needs more.
     """
 
     def __init__(
-        self, tables: Mapping[str, tuple[Placement, torch.dtype, int]], dense: Sequence[Mapping[str, Share]] = ({},)
+        self,
+        tables: Mapping[str, tuple[Placement, torch.dtype, int, int]],
+        dense: Sequence[Mapping[str, Share]] = ({},),
     ) -> None:
         tables = dict(sorted(tables.items(), key=lambda table: (str(table[1][1]), table[1][2])))
-        placements = [placement for placement, _, _ in tables.values()]
+        placements = [placement for placement, *_ in tables.values()]
         self.tables, self.dense = list(tables), dense
         self.limits = np.array([-1 if one.rows is None else one.rows for one in placements], np.int64)
         self.halves = np.array([0 if one.rows is None else one.half for one in placements], np.int64)
         self.keys = np.array([one.key for one in placements], np.uint64)
-        self.kinds = [(dtype, width) for _, dtype, width in tables.values()]
-        self.row_bytes = np.array([dtype.itemsize * width for dtype, width in self.kinds], np.int64)
+        self.kinds = [(dtype, width, whole) for _, dtype, width, whole in tables.values()]
+        self.row_bytes = np.array([dtype.itemsize * width for dtype, width, _ in self.kinds], np.int64)
+        self.wide_bytes = np.array([working_dtype(dtype).itemsize * whole for dtype, _, whole in self.kinds], np.int64)
         self.dense_bytes = [sum(share.bytes(None) for share in own.values()) for own in dense]
-        self.runs = _runs(self.kinds, [None] * len(self.kinds))
+        self.runs = _runs([(dtype, width, None) for dtype, width, _ in self.kinds])
+        self.wide_runs = _runs(self.kinds)
         self.row_sizes: dict[Compression | None, Array] = {}
         for compression in _COMPRESSIONS:
-            many = [Share(dtype, (16, width), "rows").bytes(compression) for dtype, width in self.kinds]
+            many = [Share(dtype, (16, width), "rows").bytes(compression) for dtype, width, _ in self.kinds]
             self.row_sizes[compression] = np.array(many) / 16
         short = all(0 <= rows <= _SHORT for rows in self.limits.tolist())
         self.ids_travel_as = torch.int32 if short else torch.int64
 
 
-def _runs(kinds: Sequence[tuple[torch.dtype, int]], wide: Sequence[int | None]) -> list[_Run]:
+def _runs(kinds: Sequence[tuple[torch.dtype, int, int | None]]) -> list[_Run]:
     runs, first = list[_Run](), 0
-    for (kind, whole), some in groupby(zip(kinds, wide, strict=True)):
+    for kind, some in groupby(kinds):
         last = first + len(list(some))
-        runs.append((*kind, whole, first, last))
+        runs.append((*kind, first, last))
         first = last
     return runs
 
@@ -203,8 +209,8 @@ class Pull:
         ids: of each, the ids that are requested.
         known: of each table, the known versions, as in ``ParameterClient.pull_many``; ``None``: all rows come, without
             their positions and versions.
-        wide: of each table the number of values of a row with its state, or ``None`` if no row comes with it.
-        clocks: generation and base of each shard's clock.
+        clocks: of the shards.
+        with_state: rows known as ``WITH_STATE`` come with their state, or all without ``known``.
     """
 
     def __init__(
@@ -212,22 +218,21 @@ class Pull:
         layout: Layout,
         ids: Sequence[Tensor],
         known: Sequence[Tensor] | None,
-        wide: Sequence[int | None] | None,
-        clocks: Sequence[tuple[int, int]],
+        clocks: Sequence[VersionClock],
         compression: Compression | None,
+        *,
+        with_state: bool = False,
     ) -> None:
-        assert known is not None or wide is None
         routed = self._routed = Routed(layout, ids, len(clocks))
-        self._compression = compression
-        self._wide = [None] * len(ids) if wide is None else wide
-        self._runs = layout.runs if wide is None else _runs(layout.kinds, wide)
+        self._compression, self._with_state = compression, with_state
+        self._runs = layout.wide_runs if with_state else layout.runs
         self._since = np.zeros((len(clocks), len(ids)), np.int64)
         if known is None or not ids:
             self._ages = self._versions = _NOWHERE
-            routed.arrange(_UNKNOWN, 3)
+            routed.arrange(np.full(routed.flat.size, _STATED) if with_state else _UNKNOWN, 3)
         else:
             self._versions = np.full(routed.flat.size, -1)
-            kinds, ages = self._sort(side_by_side(known).numpy(), np.array([base for _, base in clocks]))
+            kinds, ages = self._sort(side_by_side(known).numpy(), np.array([clock.base for clock in clocks]))
             routed.arrange(kinds, 3)
             self._ages = ages[routed.order[routed.kinds == _KNOWN]].astype(np.int16)
         # Of each run the rows of all ids, with room for the state where some come with it.
@@ -243,12 +248,12 @@ class Pull:
         """Return the kind of each id, and how many steps before the last one of its table here each known one is."""
         routed = self._routed
         assert known.size == routed.flat.size
-        part, steps = routed.owners * len(self._wide) + routed.tables, known - bases[routed.owners]
+        part, steps = routed.owners * self._since.shape[1] + routed.tables, known - bases[routed.owners]
         is_known = (known >= 0) & (steps >= 0)
         newest = self._since.reshape(-1)
         np.maximum.at(newest, part[is_known], steps[is_known])
         ages = newest[part] - steps
-        stated = (known == WITH_STATE) & np.array([whole is not None for whole in self._wide])[routed.tables]
+        stated = (known == WITH_STATE) & self._with_state
         return np.where(stated, _STATED, np.where(is_known & (ages <= OLDEST), _KNOWN, _UNKNOWN)), ages
 
     def message(self, shard: int) -> tuple[list[PullPart], list[Tensor]]:
@@ -271,11 +276,8 @@ class Pull:
         """Return the bytes of a shard's answer in which all known rows have changed, and nothing was rounded."""
         layout, counts = self._routed.layout, self._routed.counts[shard]
         with_state, known = counts[:, _STATED], counts[:, _KNOWN]
-        most = layout.dense_bytes[shard] + int((counts[:, _UNKNOWN] + known) @ layout.row_bytes + known.sum())
-        if with_state.any():
-            wide = zip(layout.kinds, self._wide, strict=True)
-            most += int(with_state @ np.array([(whole or 0) * working_dtype(kind[0]).itemsize for kind, whole in wide]))
-        return most
+        rows = (counts[:, _UNKNOWN] + known) @ layout.row_bytes + with_state @ layout.wide_bytes
+        return layout.dense_bytes[shard] + int(rows + known.sum())
 
     def take(self, shard: int, reply: PullReply, tensors: Sequence[Tensor], base: int) -> None:
         """Add a shard's answer, which has its parameters after its tables.
@@ -356,8 +358,9 @@ class Pull:
         rows = np.ceil((counts[:, _UNKNOWN] + self._changed) * layout.row_sizes[self._compression])
         sizes = counts.sum(1) * layout.ids_travel_as.itemsize + known * torch.int16.itemsize + -(-known // 8) + rows
         for k in np.flatnonzero(counts[:, _STATED]).tolist():
-            kind, whole = working_dtype(layout.kinds[k][0]), self._wide[k] or 0
-            sizes[k] += Share(kind, (int(counts[k, _STATED]), whole), "states").bytes(self._compression)
+            dtype, _, whole = layout.kinds[k]
+            share = Share(working_dtype(dtype), (int(counts[k, _STATED]), whole), "states")
+            sizes[k] += share.bytes(self._compression)
         each = dict(zip(layout.tables, map(int, sizes), strict=True))
         for name, value in self._parameters.items():
             each[name] = value.nbytes

@@ -7,7 +7,6 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,16 +14,9 @@ import torch
 from torch import Tensor
 
 from anabranch.deadline import Deadline
-from anabranch.errors import DeadlineExceeded, NotFound, PeerLost, ProtocolError, RolledBack, SchemaError
-from anabranch.liveness.meeting import begin_call
+from anabranch.errors import NotFound, PeerLost, ProtocolError, RolledBack, SchemaError
 from anabranch.parameter_server.client.row_messages import Layout
-from anabranch.parameter_server.messages import (
-    AcknowledgedPushes,
-    DropMessage,
-    ExpectedState,
-    InitMessage,
-    PushReply,
-)
+from anabranch.parameter_server.messages import AcknowledgedPushes, DropMessage, ExpectedState, InitMessage, PushReply
 from anabranch.record import spans
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
 from anabranch.tables.table_spec import ALLOWED_DTYPES, Placement, TableSpec
@@ -105,19 +97,27 @@ class ShardCalls:
         shards = range(self.shards)
         return self.all([self.request(shard, verb, payload, tensors, answer_bytes=answer_bytes) for shard in shards])
 
-    def all(self, requests: Sequence[Request], deadline: Deadline | None = None) -> list[Answer]:
-        """Send ``requests`` at once, under the client's timeout by default; raises the first error."""
+    def all(
+        self, requests: Sequence[Request], deadline: Deadline | None = None, *, watched: bool = False
+    ) -> list[Answer]:
+        """Send ``requests`` at once, under the client's timeout by default; raises the first error.
+
+        ``watched`` are those that may wait for other workers, which may be lost meanwhile.
+        """
         answers: list[Answer] = []
-        for outcome in self.outcomes(requests, deadline or Deadline(self.timeout)):
+        for outcome in self.outcomes(requests, deadline or Deadline(self.timeout), self._watch if watched else None):
             if isinstance(outcome, Exception):
                 raise outcome
             answers.append(outcome)
         return answers
 
-    def outcomes(self, requests: Sequence[Request], deadline: Deadline) -> list[Answer | Exception]:
+    def outcomes(
+        self, requests: Sequence[Request], deadline: Deadline, watch: Callable[[], None] | None = None
+    ) -> list[Answer | Exception]:
         """Return the answer to each request, or its error."""
         outcomes: list[Answer | Exception] = []
-        for request, outcome in zip(requests, self._client.gather(requests, deadline), strict=True):
+        came = self._client.gather(requests, deadline, watch=watch, every=self._look_every)
+        for request, outcome in zip(requests, came, strict=True):
             assert outcome is not None
             outcomes.append(outcome)
             if isinstance(outcome, Exception):
@@ -139,17 +139,6 @@ class ShardCalls:
                 pushes = self.acknowledged[request.endpoint]
                 error.lost = pushes.cut(expected.pushes - error.lost)
                 pushes.incarnation = 0
-
-    def in_turn(self, requests: Sequence[Request], deadline: Deadline) -> list[Answer]:
-        """As ``all``, for requests that may wait for other workers: checks meanwhile that they are alive."""
-        if self._watch is None or deadline.remaining() <= self._look_every:
-            return self.all(requests, deadline)
-        with suppress(DeadlineExceeded):
-            return self.all(requests, deadline.sooner(self._look_every))
-        # On a thread: a request that is given up for each look and repeated never gets through if it is slow.
-        self._watch()
-        answers = begin_call(partial(self.all, requests, deadline), "anabranch-turn")[1]
-        return self.wait_for(answers, requests[0].verb, step=requests[0].step)
 
     def post(self, requests: Sequence[Request]) -> None:
         """Send requests whose answers nobody needs, and whose loss a later request makes good."""
@@ -208,12 +197,16 @@ class Entry:
     Attributes:
         placement, dtype: of the rows; a dense parameter has no placement.
         shape: of the whole; of a table (rows or -1, *shape of a row).
-        width: numbers of a row.
+        width, whole: numbers of a row, and with its state.
     """
 
-    def __init__(self, placement: Placement | None, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    def __init__(
+        self, placement: Placement | None, dtype: torch.dtype, shape: tuple[int, ...], rule: RowOptimizer | None = None
+    ) -> None:
         self.placement, self.dtype, self.shape = placement, dtype, shape
-        self.width = math.prod(shape[1:])
+        self.width = self.whole = math.prod(shape[1:])
+        if rule is not None:
+            self.whole = rule.row_width(self.width)
 
 
 class KnownTables:
@@ -235,10 +228,10 @@ class KnownTables:
         self._expected: dict[str, TableSpec] = {}
         self._layouts: dict[tuple[str, ...], Layout] = {}
 
-    def _entry_of(self, spec: TableSpec, row_shape: tuple[int, ...] | None = None) -> Entry:
+    def _entry_of(self, spec: TableSpec, rule: RowOptimizer, row_shape: tuple[int, ...] | None = None) -> Entry:
         placement = Placement.of(spec, self.calls.shards)
         rows = -1 if spec.rows is None else spec.rows
-        return Entry(placement, spec.dtype, (rows, *(row_shape or (spec.width,))))
+        return Entry(placement, spec.dtype, (rows, *(row_shape or (spec.width,))), rule)
 
     def entry(self, name: str, *, rows: bool = False) -> Entry:
         """Return the record of a name, requested from the shards if it is not known."""
@@ -261,12 +254,12 @@ class KnownTables:
         key = tuple(names)
         layout = self._layouts.get(key)
         if layout is None:
-            tables: dict[str, tuple[Placement, torch.dtype, int]] = {}
+            tables: dict[str, tuple[Placement, torch.dtype, int, int]] = {}
             dense: list[dict[str, Share]] = [{} for _ in range(self.calls.shards)]
             for name in key:
                 entry = self.entry(name)
                 if entry.placement is not None:
-                    tables[name] = (entry.placement, entry.dtype, entry.width)
+                    tables[name] = (entry.placement, entry.dtype, entry.width, entry.whole)
                 else:
                     dense[self.home(name)][name] = Share(entry.dtype, entry.shape)
             if len(self._layouts) >= _REMEMBERED:
@@ -280,7 +273,7 @@ class KnownTables:
                 spec = TableSpec.from_dict(table["spec"])
                 if self._expected.get(spec.name, spec) != spec:
                     raise SchemaError(f"table {spec.name} is {spec} here, not {self._expected[spec.name]}")
-                self.entries.setdefault(spec.name, self._entry_of(spec))
+                self.entries.setdefault(spec.name, self._entry_of(spec, RowOptimizer.from_dict(table["rule"])))
             for parameter in described["dense"]:
                 name = parameter["name"]
                 if name in self._expected:
@@ -303,7 +296,7 @@ class KnownTables:
         if self.in_process:
             compile_kernels(spec.dtype)
         self.calls.everywhere("init", pack(InitMessage(spec.name, rule.to_dict(), spec.to_dict())))
-        self._enter(spec.name, self._entry_of(spec, row_shape))
+        self._enter(spec.name, self._entry_of(spec, rule, row_shape))
         self._expected.pop(spec.name, None)
         self.made.append((spec, rule))
 

@@ -355,8 +355,8 @@ class AppliedRequests:
     def add(self, identity: RequestIdentity, settled: int = 0, *, push: bool) -> int:
         """Add a request of a client that has settled those below ``settled``; returns a push's number, else 0."""
         client = self._clients[identity[0]]
-        if min(client.numbers, default=settled) < settled:
-            client.numbers = {sequence: number for sequence, number in client.numbers.items() if sequence >= settled}
+        while client.numbers and (oldest := min(client.numbers)) < settled:
+            del client.numbers[oldest]
         client.pushes += push
         client.numbers[identity[1]] = number = client.pushes if push else 0
         return number

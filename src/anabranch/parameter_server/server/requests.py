@@ -78,10 +78,6 @@ class RowRequest(ShardRequest):
         self.tensors = [tensors[0].long(), *tensors[1:]]
         self.numbers = self.tensors[1 + (self.marked > 0) :]
 
-    def ids_of(self, at: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """Return the ids of these parts, and the number of each."""
-        return _ids_of(self.tensors[0], self.counts, at)
-
     def gradients(self, share: float = 1.0) -> list[Tensor]:
         """Return the gradients of each part of a push, times ``share``."""
         values = views(self.numbers, self.shares, self.message.compression)
@@ -215,7 +211,7 @@ def check_body(request: RowRequest) -> None:
     pushes = isinstance(request.message, PushMessage)
     for group, at, admits in request.parts.groups:
         if pushes or admits:
-            group.check(*request.ids_of(at))
+            group.check(*_ids_of(request.tensors[0], request.counts, at))
     if not pushes:
         return
     if request.marked:
@@ -260,7 +256,7 @@ def read(contents: ShardContents, request: RowRequest, pushed: int = 0) -> tuple
             if isinstance(holder, DenseParameter):
                 value.copy_(holder.value)
         for group, at, _ in parts.groups:
-            ids, counts = request.ids_of(at)
+            ids, counts = _ids_of(request.tensors[0], request.counts, at)
             out = _together(pieces, at)
             group.pull(ids, counts, out=out, training=message.training)
             if out.data_ptr() != pieces[at[0]].data_ptr():  # a copy: their values are not neighbours
@@ -278,7 +274,7 @@ def admit(request: RowRequest) -> None:
     """Give rows to ids of dynamic tables, as reading them in training does."""
     for group, at, admits in request.parts.groups:
         if admits:
-            group.admit(*request.ids_of(at))
+            group.admit(*_ids_of(request.tensors[0], request.counts, at))
 
 
 def _choose(contents: ShardContents, request: RowRequest) -> list[Tensor]:
@@ -287,7 +283,7 @@ def _choose(contents: ShardContents, request: RowRequest) -> list[Tensor]:
     states, rows, changed = dict[int, Tensor](), dict[int, Tensor](), dict[int, Tensor]()
     since = _since(contents, request)
     for group, at, _ in parts.groups:
-        ids, counts = request.ids_of(at)
+        ids, counts = _ids_of(request.tensors[0], request.counts, at)
         with_state, known = [message.parts[k].with_state for k in at], [message.parts[k].known for k in at]
         *came, others = group.answer(ids, counts, with_state, known, _together(since, at), training=message.training)
         for into, whole, sizes in zip((states, rows, changed), came, (with_state, others, known), strict=True):

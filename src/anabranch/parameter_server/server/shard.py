@@ -299,7 +299,8 @@ class Shard:
             except NonFinite:
                 self._refused_values[peer] = self._refused_values.get(peer, 0) + 1
                 raise
-            self._check_turn(message)
+            if job is not None:
+                self._check_turn(message)
             self._record("push", message, request.tensors, self._do_push, request)
             full = []
             for name, holder in zip(request.parts.names, request.parts.holders, strict=True):
@@ -362,8 +363,6 @@ class Shard:
 
     def _check_turn(self, message: PushMessage) -> None:
         """Raise for a push of a worker that has not joined, or for a step that is not its next."""
-        if message.rank < 0:
-            return
         job = self._joined(message.rank)
         hold = message.merging.hold
         if hold and 0 <= message.step < max(job.applied, job.released[message.rank]):  # held for ever

@@ -243,7 +243,12 @@ class ParameterServer:
         client = b"" if expected is None else expected.epoch
         if expected is not None:
             if expected.shards and (expected.shard, expected.shards) != self._part:
-                self._refuse_part(expected)
+                shard, shards = self._part
+                raise SchemaError(
+                    f"endpoint {expected.shard} ({self.endpoint}) of the client's {expected.shards} is shard {shard} "
+                    f"of {shards}; name the endpoints of all {shards} shards in their order, or for {expected.shards} "
+                    f"start each server with its --shard and --shards {expected.shards}"
+                )
             self._persistence.check(expected)
         message = unpack(header.payload, MESSAGES[verb]) if verb in MESSAGES else None
         if isinstance(message, (PullMessage, PushMessage)):
@@ -257,18 +262,6 @@ class ParameterServer:
         elif isinstance(message, SnapshotMessage) and message.number and message.part >= 0:
             nbytes = self._reading(message).part_bytes
         return ShardRequest(message, nbytes, client)
-
-    def _refuse_part(self, expected: ExpectedState) -> None:
-        shard, shards = self._part
-        cure = "name the endpoints in the order of their shards"
-        if expected.shards < shards:
-            cure = f"the client names {expected.shards} of {shards} endpoints: name all, in the order of their shards"
-        elif expected.shards > shards:
-            cure = (
-                f"the client names {expected.shards} endpoints: start each server with its --shard and --shards "
-                f"{expected.shards}, or name {shards}"
-            )
-        raise SchemaError(f"endpoint {expected.shard} ({self.endpoint}) is shard {shard} of {shards}; {cure}")
 
     def _change(self, run: Callable[[Any, Call], list[str] | None], call: Call) -> None:
         try:

@@ -324,30 +324,6 @@ def pass_on(held: Any, lookups: Any) -> None:
 
 
 @kernel
-def count_due(due_at: Any, members: Any, limit: int) -> int:
-    """Count the waiting rows that are due by the step ``limit``."""
-    count = 0
-    for k in range(members.size):
-        due = due_at[U(members[k])]
-        for slot in range(U(due.size)):
-            count += due[slot] <= limit
-    return count
-
-
-@kernel
-def take_due(held: Any, members: Any, limit: int, due: Any) -> None:
-    """Move the gradients that are due by the step ``limit`` to ``due``."""
-    at = 0
-    for k in range(members.size):
-        t = U(members[k])
-        for slot in range(U(held.due_at.shape[1])):
-            if held.due_at[t, slot] <= limit:
-                _take(held, t, slot, held.ids_of[t, slot], due, at)
-                at += 1
-        due.starts[k + 1] = at
-
-
-@kernel
 def write(rule: int, held: Any, lookups: Any, grads: Any, step: int, constants: Any, due: Any) -> None:
     """Move the cached rows by their gradients, which wait; ``due`` takes those of other rows and those that are due.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -59,10 +59,12 @@ class KernelThreads:
 
     def run(self, part: Callable[[int, int], None], rows: int) -> None:
         """Call ``part(number, count)`` on each of ``count`` threads: on this one alone if there are few ``rows``."""
-        count = self.threads if rows >= _SMALL else 1
-        futures: list[Future[None]] = [self._start().submit(part, number, count) for number in range(1, count)]
+        if rows < _SMALL or self.threads == 1:
+            part(0, 1)
+            return
+        futures = [self._start().submit(part, number, self.threads) for number in range(1, self.threads)]
         try:
-            part(0, count)
+            part(0, self.threads)
         finally:
             for future in futures:
                 future.result(timeout=_KERNEL_SECONDS)

@@ -14,40 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.tables.kernels.numbers import (
-    U,
-    inline,
-    kernel,
-    load,
-    mix,
-    number,
-    prefetch,
-    room_for,
-    rounded,
-    share,
-)
-from anabranch.tables.kernels.rules import (
-    ADAGRAD,
-    ADAM,
-    ADAMAX,
-    AMSGRAD,
-    MOMENTUM,
-    RMSPROP,
-    ROW_WISE,
-    SGD,
-    adagrad,
-    adam,
-    adamax,
-    amsgrad,
-    correct,
-    ftrl,
-    momentum,
-    move_row,
-    replay,
-    rmsprop,
-    row_wise,
-    sgd,
-)  # fmt: skip
+from anabranch.tables.kernels import rules
+from anabranch.tables.kernels.numbers import U, inline, kernel, load, mix, number, prefetch, room_for, rounded, share
 from anabranch.tables.kernels.vocabulary import AHEAD, BLOCK, LAGS, SIZE, STEP
 
 # A shape is (weights, words of a row, weights from a row to the next, and before its weights, the same of states).
@@ -211,7 +179,7 @@ def prepare(
             words[base], words[base + U(1)] = ids[j], 1
             since = 0
         if facts[t, LAGS] and since < step:
-            replay(
+            rules.replay(
                 rule, words, base, pitch, w, a, x, s, wide, history, since, may_rest, steady, zeros, before, row_before
             )
             words[base + U(1)] = step + 1
@@ -284,25 +252,25 @@ def step(
         for j in range(begin, end if squares.size else begin):
             if rows[j] >= 0 and squares[j] != 1:
                 row = U(rows[j])
-                correct(rule, w, row * pw + ow, x, row * px + ox, wide, grads, j * wide, c, squares[j], floor)
-        if rule == SGD:
-            _walk(sgd, words, w, x, shape, c, stamp, rows, grads, begin, end)
-        elif rule == MOMENTUM:
-            _walk(momentum, words, w, x, shape, c, stamp, rows, grads, begin, end)
-        elif rule == ADAGRAD:
-            _walk(adagrad, words, w, x, shape, c, stamp, rows, grads, begin, end)
-        elif rule == ROW_WISE:
-            _walk(row_wise, words, w, x, shape, c, stamp, rows, grads, begin, end)
-        elif rule == ADAM:
-            _walk(adam, words, w, x, shape, c, stamp, rows, grads, begin, end)
-        elif rule == AMSGRAD:
-            _walk(amsgrad, words, w, x, shape, c, stamp, rows, grads, begin, end)
-        elif rule == RMSPROP:
-            _walk(rmsprop, words, w, x, shape, c, stamp, rows, grads, begin, end)
-        elif rule == ADAMAX:
-            _walk(adamax, words, w, x, shape, c, stamp, rows, grads, begin, end)
+                rules.correct(rule, w, row * pw + ow, x, row * px + ox, wide, grads, j * wide, c, squares[j], floor)
+        if rule == rules.SGD:
+            _walk(rules.sgd, words, w, x, shape, c, stamp, rows, grads, begin, end)
+        elif rule == rules.MOMENTUM:
+            _walk(rules.momentum, words, w, x, shape, c, stamp, rows, grads, begin, end)
+        elif rule == rules.ADAGRAD:
+            _walk(rules.adagrad, words, w, x, shape, c, stamp, rows, grads, begin, end)
+        elif rule == rules.ROW_WISE:
+            _walk(rules.row_wise, words, w, x, shape, c, stamp, rows, grads, begin, end)
+        elif rule == rules.ADAM:
+            _walk(rules.adam, words, w, x, shape, c, stamp, rows, grads, begin, end)
+        elif rule == rules.AMSGRAD:
+            _walk(rules.amsgrad, words, w, x, shape, c, stamp, rows, grads, begin, end)
+        elif rule == rules.RMSPROP:
+            _walk(rules.rmsprop, words, w, x, shape, c, stamp, rows, grads, begin, end)
+        elif rule == rules.ADAMAX:
+            _walk(rules.adamax, words, w, x, shape, c, stamp, rows, grads, begin, end)
         else:
-            _walk(ftrl, words, w, x, shape, c, stamp, rows, grads, begin, end)
+            _walk(rules.ftrl, words, w, x, shape, c, stamp, rows, grads, begin, end)
 
 
 @kernel
@@ -363,7 +331,7 @@ def move_all(rule: int, w: Any, x: Any, rows: int, constants: Any, grads: Any) -
     """Move rows that lie one after the other, as do their states, by one gradient each."""
     wide, apart = U(w.size // rows), U(x.size // rows)
     for j in range(U(rows)):
-        move_row(rule, w, j * wide, x, j * apart, wide, grads, j * wide, constants)
+        rules.move_row(rule, w, j * wide, x, j * apart, wide, grads, j * wide, constants)
 
 
 # --- snapshots --------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import os
 import select
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -45,7 +45,6 @@ from anabranch.transport.frame import (
     FailureFrame,
     Header,
     Hello,
-    Limits,
     ReplyHeader,
     RequestHeader,
     TensorHeader,
@@ -161,7 +160,7 @@ class Admission:
 
     Args:
         verbs: the operations that clients may request.
-        limits: the sizes accepted from a client in one frame.
+        max_body: bytes of tensors accepted from a client in one frame.
         heartbeat: seconds between beats.
         max_connections: of clients that have greeted.
         max_bytes: the budget.
@@ -176,20 +175,14 @@ class Admission:
     """
 
     def __init__(
-        self,
-        verbs: Iterable[Verb],
-        *,
-        limits: Limits,
-        heartbeat: float,
-        max_connections: int,
-        max_bytes: int,
+        self, verbs: Iterable[Verb], *, max_body: int, heartbeat: float, max_connections: int, max_bytes: int
     ) -> None:
         self.verbs: dict[str, Verb] = {}
         for verb in verbs:
             if verb.name in self.verbs:
                 raise ValueError(f"two verbs are called {verb.name!r}")
             self.verbs[verb.name] = verb
-        self.limits = limits
+        self.max_body = max_body
         self.heartbeat = heartbeat
         self.max_connections = max_connections
         self._max_bytes = max_bytes
@@ -398,7 +391,7 @@ class Connection:
     """One client's connection; steps are taken by one thread at a time, answers come from any."""
 
     def __init__(self, admission: Admission, stream: Stream) -> None:
-        self.wire = Wire(stream, admission.limits)
+        self.wire = Wire(stream, admission.max_body)
         self.loop: object = None
         """The loop that drives it."""
         self.wake: Callable[[Connection], None] = _nobody
@@ -623,7 +616,7 @@ class Connection:
         admission.greeted(self)
         with self._lock:
             self._phase = _Phase.SERVING
-            self._write(encode(Hello(admission.heartbeat, admission.limits.body)))
+            self._write(encode(Hello(admission.heartbeat)))
 
     def _accept(self, header: Header) -> bool:
         """Give the body of a frame its memory; false if the request needs a loop of its own first."""
@@ -778,14 +771,12 @@ class OnceTable:
 
     Args:
         budget_bytes: bytes of answers kept for retries; the newest is kept in any case.
-        epochs: clients remembered; beyond it the client silent longest is forgotten.
     """
 
-    def __init__(self, budget_bytes: int = 64 << 20, epochs: int = 4096) -> None:
+    def __init__(self, budget_bytes: int = 64 << 20) -> None:
         self.lock = threading.RLock()
         self._budget = budget_bytes
-        self._most_epochs = epochs
-        self._epochs: OrderedDict[bytes, _Epoch] = OrderedDict()
+        self._epochs: defaultdict[bytes, _Epoch] = defaultdict(_Epoch)
         self._kept: OrderedDict[RequestIdentity, int] = OrderedDict()
         self._kept_bytes = 0
 
@@ -799,8 +790,11 @@ class OnceTable:
         """
         key, sequence = identity
         with self.lock:
-            epoch = self._epoch(key)
-            self._settle(key, epoch, settled)
+            epoch = self._epochs[key]
+            epoch.settled = max(epoch.settled, settled)
+            while epoch.requests and (oldest := min(epoch.requests)) < settled:
+                del epoch.requests[oldest]
+                self._kept_bytes -= self._kept.pop((key, oldest), 0)
             if sequence < epoch.settled:
                 raise ProtocolError(f"request {sequence} is settled: this client promised not to send it again")
             return epoch.requests.setdefault(sequence, call)
@@ -809,10 +803,10 @@ class OnceTable:
         """Record that the request was executed and answered."""
         key, sequence = identity
         with self.lock:
-            epoch = self._epochs.get(key)
-            if epoch is None or sequence not in epoch.requests:  # settled, or forgotten
+            requests = self._epochs[key].requests
+            if sequence not in requests:  # settled
                 return
-            epoch.requests[sequence] = answer
+            requests[sequence] = answer
             nbytes = sum(map(len, answer))
             self._kept[identity] = nbytes
             self._kept_bytes += nbytes
@@ -824,33 +818,10 @@ class OnceTable:
     def abandon(self, identity: RequestIdentity) -> None:
         """Record that the request was not executed: a retry will execute it."""
         with self.lock:
-            if identity[0] in self._epochs:
-                self._epochs[identity[0]].requests.pop(identity[1], None)
+            self._epochs[identity[0]].requests.pop(identity[1], None)
 
     def restore(self, identities: Iterable[RequestIdentity]) -> None:
         """Record requests that were executed before this server started."""
         with self.lock:
             for key, sequence in identities:
-                self._epoch(key).requests.setdefault(sequence, None)
-
-    def _epoch(self, key: bytes) -> _Epoch:
-        if key not in self._epochs:
-            surplus = len(self._epochs) + 1 - self._most_epochs
-            if surplus > 0:
-                silent = [one for one, epoch in self._epochs.items() if not any(map(_runs, epoch.requests.values()))]
-                for one in silent[:surplus]:
-                    self._settle(one, self._epochs.pop(one), 1 << 63)
-            self._epochs[key] = _Epoch()
-        self._epochs.move_to_end(key)
-        return self._epochs[key]
-
-    def _settle(self, key: bytes, epoch: _Epoch, settled: int) -> None:
-        if settled > epoch.settled:
-            epoch.settled = settled
-            for sequence in [sequence for sequence in epoch.requests if sequence < settled]:
-                del epoch.requests[sequence]
-                self._kept_bytes -= self._kept.pop((key, sequence), 0)
-
-
-def _runs(request: Call | list[memoryview] | None) -> bool:
-    return not (request is None or isinstance(request, list))
+                self._epochs[key].requests.setdefault(sequence, None)

@@ -38,17 +38,9 @@ from anabranch.errors import DeadlineExceeded, Overloaded, SchemaError
 from anabranch.record.process import process_record
 from anabranch.record.spans import mark, open_spans
 from anabranch.transport.failures import note_failure
-from anabranch.transport.frame import Heartbeat, Limits, RequestHeader, encode
+from anabranch.transport.frame import MOST_BODY, Heartbeat, RequestHeader, encode
 from anabranch.transport.heap import give_memory_back
-from anabranch.transport.server.connection import (
-    ALONE,
-    Admission,
-    Call,
-    Connection,
-    OnceTable,
-    ServerStatistics,
-    Verb,
-)
+from anabranch.transport.server.connection import ALONE, Admission, Call, Connection, OnceTable, ServerStatistics, Verb
 from anabranch.transport.sockets import SocketTransport
 from anabranch.transport.streams import Listener, Transport
 
@@ -99,7 +91,7 @@ class Server:
         insecure: allow TCP without certificates.
         heartbeat: seconds between the beats that tell a waiting client that the server lives.
         transport: the network; sockets by default.
-        limits: the sizes accepted from a client in one frame.
+        max_body: bytes of tensors accepted from a client in one frame.
         max_connections: a client beyond it gets ``Overloaded``.
         max_unknown: connections that have neither identified themselves nor greeted. Beyond it the oldest silent one
             is closed; one that has not greeted after 10 seconds is closed anyway.
@@ -131,7 +123,7 @@ class Server:
         insecure: bool = False,
         heartbeat: float = 1.0,
         transport: Transport | None = None,
-        limits: Limits | None = None,
+        max_body: int = MOST_BODY,
         max_connections: int = 512,
         max_unknown: int = 128,
         max_bytes_in_flight: int = 4 << 30,
@@ -146,7 +138,7 @@ class Server:
         self._admission = Admission(
             # By a weak reference, and the loop is made when the server is entered: one that never is has no cycle.
             [*verbs, Verb(STATUS, partial(Server._tell_status, weakref.proxy(self)), check=_no_tensors)],
-            limits=limits or Limits(),
+            max_body=max_body,
             heartbeat=heartbeat,
             max_connections=max_connections,
             max_bytes=max_bytes_in_flight,
@@ -363,12 +355,13 @@ class Loop:
 
     def run(self) -> None:
         """Drive the connections until it is stopped, or replaced; a single one until it ends or rests."""
-        self.ident = threading.get_ident()
+        self.ident, after_round = threading.get_ident(), self._server.after_round
         sweep_at = time.monotonic() + _SWEEP
         if self._listener is None:
             # The request that needed this loop has partly arrived.
             self._step(next(iter(self._connections.values())), select.POLLIN)
-            self._end_round()
+            if after_round is not None:
+                self._end_round(after_round)
         while not self._stopped and not self._server.closed and (self._connections or self._listener is not None):
             now = time.monotonic()
             if self._accept_at <= now:
@@ -401,7 +394,8 @@ class Loop:
                 more = len(self._connections) > 1 and time.monotonic() < until
                 events = self._poller.poll(0) if more else []
             self._away_since = time.monotonic()
-            self._end_round()
+            if after_round is not None:
+                self._end_round(after_round)
             if threading.get_ident() != self.ident:
                 self._ring()
                 return
@@ -410,11 +404,9 @@ class Loop:
             connection.end()
         self._connections.clear()
 
-    def _end_round(self) -> None:
-        if self._server.after_round is None:
-            return
+    def _end_round(self, after_round: Callable[..., None]) -> None:
         try:
-            self._server.after_round(one_of_many=self._listener is None or threading.get_ident() != self.ident)
+            after_round(one_of_many=self._listener is None or threading.get_ident() != self.ident)
         except BaseException as error:  # noqa: BLE001 - a bug there must not end the loop
             note_failure("transport.connection_failed", error)
 

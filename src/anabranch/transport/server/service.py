@@ -54,10 +54,7 @@ _S = TypeVar("_S", bound=Service)
 
 
 def serve_until_stopped(
-    make: Callable[[], _S],
-    beside: Callable[[_S], AbstractContextManager[object]] | None = None,
-    *,
-    linger: float = 0.0,
+    make: Callable[[], _S], beside: Callable[[_S], AbstractContextManager[object]] | None = None, *, linger: float = 0.0
 ) -> None:
     """Print ``listening on ENDPOINT``, and serve until SIGTERM, SIGINT or SIGHUP, in the main thread.
 
