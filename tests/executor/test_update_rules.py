@@ -186,6 +186,34 @@ def test_a_scheduler_goes_back_behind_a_late_step_with_all_that_it_has_and_chang
     assert all(map(operator.is_, scheduler.parameters, model.parameters()))
 
 
+class Child(torch.optim.lr_scheduler.StepLR):
+    """A program's own: it knows the scheduler that it is part of."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in super().state_dict().items() if name != "parent"}
+
+
+@pytest.mark.usefixtures("_late")
+def test_schedulers_that_hold_one_another_go_back_and_are_refused_if_their_states_do() -> None:
+    for kind in (Child, torch.optim.lr_scheduler.StepLR):
+        model = model_of()
+        optimizer = FUSED["adam"](model)
+        scheduler: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        scheduler.child = kind(optimizer, 3)
+        scheduler.child.parent = scheduler
+        step = ab.TrainStep(model, loss_of, optimizer, scheduler=scheduler)
+        if kind is not Child:
+            with pytest.raises(ValueError, match=r"holds itself: child is a StepLR .*state_dict\(\) without it"):
+                ab.Executor(step)
+            continue
+        with ab.Executor(step) as executor:
+            for index in range(3):
+                executor.run(batch=batch_of(index, bad=index == 2))
+            with pytest.raises(ab.NonFinite):
+                executor.run(batch=batch_of(3))
+            assert scheduler.last_epoch == 3
+
+
 @pytest.mark.usefixtures("_late")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_late_step_whose_optimizer_was_first_captured_behind_a_norm_updates_nothing(engine: Any) -> None:

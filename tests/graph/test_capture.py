@@ -18,6 +18,7 @@ from anabranch.autodiff import GradManager
 from anabranch.autodiff.hooks import hooks_of_step
 from anabranch.errors import CaptureError, SchemaError
 from anabranch.graph import StepProgram, capture, gradients
+from anabranch.graph.step.bound_state import OptimizerGroups
 
 
 def test_inputs_are_named_after_parameters_and_nested_leaves_by_path() -> None:
@@ -273,6 +274,13 @@ def test_a_forward_hook_is_captured_unless_it_changes_python_state() -> None:
     with pytest.raises(CaptureError, match="side effects happened"):
         capture(model, x)
     assert outputs == []
+
+
+def test_numbers_of_groups_that_name_their_parameters_are_read_without_work() -> None:
+    """Each step reads them; ``read`` returns the same object where nothing was to be looked at again."""
+    model = nn.Linear(2, 2)
+    contents = OptimizerGroups([torch.optim.Adam(model.named_parameters(), lr=0.1)])
+    assert contents.read() is contents.read()
 
 
 def test_a_cycling_momentum_is_refused_before_it_makes_a_graph_a_step() -> None:

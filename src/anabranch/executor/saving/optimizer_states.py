@@ -23,7 +23,7 @@ from anabranch.errors import CheckpointError
 from anabranch.executor.steps import parameters_of
 from anabranch.pipeline import Pipe
 from anabranch.pipeline.pipe import PipeRanks
-from anabranch.tensors.tree_codec import Path, map_leaves
+from anabranch.tensors.tree_codec import Path, map_leaves, show
 
 
 class OptimizerState(TypedDict):
@@ -173,14 +173,23 @@ def _uncast(loaded: Any, saved: Any) -> Any:
 _CODE = (FunctionType, BuiltinFunctionType, MethodType, partial, type)
 
 
-def to_save(state: object) -> object:
-    """Return ``state`` with ``Custom`` in place of the program's own values."""
+def to_save(state: object, holders: tuple[LRScheduler, ...] = ()) -> object:
+    """Return ``state``, of the last of ``holders``, with ``Custom`` in place of the program's own values.
+
+    Raises:
+        ValueError: a scheduler that holds itself, by others or not; names its path.
+    """
 
     def leaf(value: object, path: Path) -> object:
         if isinstance(value, Enum):
             return Custom(f"enum {type(value).__qualname__}", to_save(value.value))
         if isinstance(value, LRScheduler):
-            return Custom("scheduler", to_save(value.state_dict()))
+            if value in holders:
+                raise ValueError(
+                    f"the state of a scheduler holds itself: {show(path)} is a {type(value).__qualname__} that is "
+                    "around it; give it a state_dict() without it"
+                )
+            return Custom("scheduler", to_save(value.state_dict(), (*holders, value)))
         return Custom("function", None) if isinstance(value, _CODE) else value
 
     return map_leaves(leaf, state)

@@ -132,8 +132,9 @@ class OptimizerGroups:
 
 
 def numbers_of(group: Mapping[str, object]) -> dict[str, object]:
-    """Return what a group has beside parameters and learning rates."""
-    return {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
+    """Return what a group has beside parameters, their names, and learning rates."""
+    beside = ("params", "param_names", "lr", "initial_lr")
+    return {name: value for name, value in group.items() if name not in beside}
 
 
 _PLAIN = (bool, int, float, complex, str, type(None))
