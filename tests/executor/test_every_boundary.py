@@ -30,17 +30,13 @@ class Synchronous(ab.ExpertBackend):
     """Steps once a step of the job, on the mean of its pipelines' gradients."""
 
     pipelines = 1
-    came = 0
-
-    def backward(self, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        assert inputs[0] is not None
-        self.came += len(inputs[0])
-        return super().backward(*inputs)
+    used = 0
 
     def apply_gradients(self) -> None:
-        if self.came < ROWS:
+        came = self.backward_pool.statistics().rows
+        if came - self.used < ROWS:
             return
-        self.came = 0
+        self.used = came
         for parameter in self.module.parameters():
             assert parameter.grad is not None
             parameter.grad /= self.pipelines

@@ -80,6 +80,41 @@ def test_every_third_batch_steps_with_the_sum_of_three_gradients(kind: type[Pati
                     assert torch.allclose(a.grad, b.grad, rtol=1e-11)
 
 
+class Steps(ExpertBackend):
+    """Steps at every batch and clears nothing."""
+
+    def apply_gradients(self) -> None:
+        assert self.optimizer is not None
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+        lambda p: torch.optim.Adam(p, fused=True),
+        lambda p: torch.optim.AdamW(p, foreach=True),
+        lambda p: torch.optim.Adagrad(p),
+        lambda p: torch.optim.Rprop(p),
+    ],
+)
+def test_an_override_that_steps_at_every_batch_sees_each_gradient_once(make: object) -> None:
+    here = nn.Linear(4, 4)
+    there = copy.deepcopy(here)
+    mine, theirs = make(here.parameters()), make(there.parameters())  # type: ignore[operator]
+    backend = Steps("ffn.0", there, theirs, args_schema=[TensorSpec(4)])
+    for _ in range(3):
+        x = torch.randn(3, 4)
+        here(x).sum().backward()
+        backend.backward(x, torch.ones(3, 4))
+        mine.step()
+        mine.zero_grad()
+        assert all(parameter.grad is None for parameter in there.parameters())
+    for a, b in zip(here.parameters(), there.parameters(), strict=True):
+        assert torch.allclose(a, b)
+
+
 def test_a_batch_that_fails_leaves_the_gradients_of_the_others() -> None:
     module = nn.Linear(1, 1, bias=False).double()
     nn.init.ones_(module.weight)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 
+import pytest
 import torch
 from expert_modules import Feedforward, calling, served, together
 from torch import Tensor, nn
@@ -102,3 +103,13 @@ def test_mean_reduction_moves_a_batch_of_requests_as_far_as_one() -> None:
         assert backend.updates == 1
         updates.append(module.weight.detach().clone())
     assert torch.equal(updates[0], 4 * updates[1])
+
+
+@pytest.mark.parametrize("keep", [0, 8])
+def test_a_lazy_module_is_served_with_the_sizes_of_its_schema(keep: int) -> None:
+    module = nn.Sequential(nn.LazyInstanceNorm1d(), nn.Flatten(), nn.LazyLinear(2))
+    with calling(ExpertBackend("ffn.0", module, args_schema=[TensorSpec(3, 4)], keep_activations=keep)) as expert:
+        x = torch.randn(2, 3, 4, requires_grad=True)
+        expert(x).sum().backward()
+    assert x.grad is not None
+    assert (module[0].num_features, module[2].in_features) == (3, 12)

@@ -90,6 +90,17 @@ class Own(ExpertBackend):
     def apply_gradients(self) -> None: ...
 
 
+class OfLength(nn.Module):
+    """Returns something else for long inputs."""
+
+    def __init__(self, of_long: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.of_long = of_long
+
+    def forward(self, x: Tensor) -> object:
+        return x if x.shape[1] <= 8 else self.of_long(x)
+
+
 class Overriding(ExpertBackend):
     def backward(self, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
         return inputs
@@ -106,6 +117,14 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: expert(optimizer=adam(nn.Linear(1, 1))), ValueError, "another module"),
     (lambda: expert(module=nn.Linear(2, 1)), SchemaError, "does not accept"),
     (lambda: expert(module=nn.Flatten(0), args_schema=[TensorSpec(2)]), SchemaError, "as many rows"),
+    *(
+        (
+            lambda f=f: expert(module=OfLength(f), args_schema=[TensorSpec(None, 2)]),
+            SchemaError,
+            "the length of its input",
+        )
+        for f in (lambda x: x.sum(1), lambda x: None, lambda x: x.unbind(1), lambda x: x.double())
+    ),
     (lambda: expert(args_schema=["x"]), SchemaError, "TensorSpec"),
     *((lambda o=o: expert(**o), ValueError, "batch sizes") for o in ({"max_batch_size": 0}, {"min_batch_size": 5000})),
     (lambda: expert(timeout=-1.0), ValueError, "timeout is a finite number"),

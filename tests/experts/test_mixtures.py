@@ -6,6 +6,7 @@ import copy
 import itertools
 import random
 import threading
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -455,3 +456,17 @@ def test_beam_search_passes_over_prefixes_with_only_avoided_experts() -> None:
     scores = [np.array([[2.0, 1.0, 0.0]]), np.array([[0.5, 0.0]])]
     found = beam_search(directory, "ffn", scores, 1, {"ffn.0.0", "ffn.0.1"})
     assert [found.uids[slot] for slot in found.slots[0]] == ["ffn.1.0"]
+
+
+def test_beam_search_with_half_a_grid_gone_takes_little_memory() -> None:
+    directory = Directory()
+    uids = [f"ffn.{i}.{j}" for i in range(32) for j in range(32)]
+    directory.announce(uids, "unix:/run/experts", ttl=30.0)
+    scores = [np.random.default_rng(0).normal(size=(64, 32)) for _ in range(2)]
+    tracemalloc.start()
+    try:
+        beam_search(directory, "ffn", scores, 4, uids[:512])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 << 20  # 2 MiB; 36 if as many beams as there are avoided experts were kept

@@ -164,7 +164,9 @@ def test_a_restarted_server_reports_that_the_session_is_gone(tmp_path: Path) -> 
     session = RemoteExpert("block.0", endpoint).session(8)
     with served(causal_backend(), listen=endpoint):
         session.step(torch.ones(1, 1, 8))
-    with served(causal_backend(), listen=endpoint), session, pytest.raises(NotFound, match="has restarted since"):
+    with served(causal_backend(), listen=endpoint), pytest.raises(NotFound, match="has restarted since"):
+        session.step(torch.ones(1, 1, 8))
+    with served(causal_backend(dtype=torch.float64), listen=endpoint), session, pytest.raises(SessionGone):
         session.step(torch.ones(1, 1, 8))
 
 

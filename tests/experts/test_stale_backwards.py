@@ -84,6 +84,22 @@ def test_other_trainers_updates_are_counted_and_not_warned_of(caplog: pytest.Log
     assert said(caplog) == []
 
 
+def test_a_server_that_went_back_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    backend = backend_of(feedforward())
+    old = copy.deepcopy(backend.state_dict())
+    with calling(backend) as expert:
+        expert(inputs()).sum().backward()
+        loss = expert(inputs()).sum()
+        backend.load_state_dict(old)
+        loss.backward()
+        loss = expert(inputs()).sum()
+        backend.load_state_dict(old)
+        loss.backward()  # once an expert
+        assert expert.statistics().stale_backwards == 2
+    (message,) = said(caplog)
+    assert "after 1 changes, but its gradient that of the expert after 0: its server has gone back" in message
+
+
 def test_a_number_that_a_forward_changes_counts(caplog: pytest.LogCaptureFixture) -> None:
     class Annealed(nn.Sequential):
         def __init__(self) -> None:

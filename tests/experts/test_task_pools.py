@@ -158,6 +158,13 @@ def test_quick_batches_run_on_the_submitting_thread_and_others_on_the_device_thr
     assert quick.ran == [(DEVICE, 2), (here, 2), (DEVICE, 2), (DEVICE, 100), (here, 2), (DEVICE, 2)]
 
 
+def test_tasks_that_were_queued_before_their_runtime_are_run_by_it() -> None:
+    pool = TaskPool(lambda x: [x])
+    future = pool.submit(task(1))
+    with Runtime([pool]):
+        assert future.result(timeout=60.0)[0].shape == (1, 1)  # type: ignore[union-attr]
+
+
 def test_leaving_a_runtime_fails_waiting_tasks() -> None:
     answers: list[Outcome] = []
     pool = TaskPool(lambda x: [x], min_batch_size=10)

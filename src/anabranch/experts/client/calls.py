@@ -57,10 +57,13 @@ _warned: set[tuple[str, str]] = set()
 _lock = threading.Lock()
 """Of these, of all counters, and of the requests that wait: several threads may call one expert, too."""
 _OWN_CHANGE = (
-    "%s: an output is that of the expert after %d changes, but its gradient that of the expert after %d: this process "
-    "has changed it in between, by the backward of another call or a forward that writes to the expert. Give its "
+    "%s: an output is that of the expert after %d changes, but its gradient that of the expert after %d: %s. Give its "
     "server keep_activations=, a number of rows, and backwards use the forward's own weights and buffers; "
     "statistics().stale_backwards counts those that did not"
+)
+_BACK = "its server has gone back to an earlier state"
+_BY_US = (
+    "this process has changed it in between, by the backward of another call or a forward that writes to the expert"
 )
 
 
@@ -124,14 +127,14 @@ class CallCounts:
         """
         expert = call.endpoint, call.uid
         with _lock:
-            stale = changes != call.changes and call.rows > 0
-            warns = stale and _changes_by_us[expert] > call.changed_by_us and expert not in _warned
+            stale, back = changes != call.changes and call.rows > 0, changes < call.changes
+            warns = stale and (back or _changes_by_us[expert] > call.changed_by_us) and expert not in _warned
             _changes_by_us[expert] += updates
             self._stale += stale
             if warns:
                 _warned.add(expert)
         if warns:
-            _log.warning(_OWN_CHANGE, call.uid, call.changes, changes)
+            _log.warning(_OWN_CHANGE, call.uid, call.changes, changes, _BACK if back else _BY_US)
 
 
 class ExpertCall(msgspec.Struct, eq=False):
@@ -604,19 +607,23 @@ def _wait(client: Client, key: _Key, requests: Sequence[CallRequest], deadline: 
                 _send(client, _messages(batch), last)
         finally:
             if batch:
-                _pass_on(batch)
+                _pass_on(line, batch)
                 _leave(key, me)
     for one in requests:
         if one.outcome is None:
             one.outcome = deadline.error(peer=one.call.endpoint, operation=f"{one.verb} {one.call.uid}")
 
 
-def _pass_on(batch: Sequence[CallRequest]) -> None:
+def _pass_on(line: _Line, batch: Sequence[CallRequest]) -> None:
     """Wake the threads of requests that have left; those without an outcome were of a thread that is interrupted."""
-    for one in batch:
-        if one.outcome is None:
-            lost = "the thread that had sent this request with its own was interrupted"
-            one.outcome = PeerLost(lost, peer=one.call.endpoint, operation=f"{one.verb} {one.call.uid}")
+    with _lock:
+        for one in batch:
+            if one.outcome is None and one.verb == wire.FORWARD:
+                one.leaves = False  # which may be sent again
+                line.waiting.append(one)
+            elif one.outcome is None:
+                lost = "the thread that had sent this request with its own was interrupted"
+                one.outcome = PeerLost(lost, peer=one.call.endpoint, operation=f"{one.verb} {one.call.uid}")
     for turn in {one.turn for one in batch}:
         if turn is not None:
             turn.set()

@@ -229,7 +229,8 @@ def beam_search(
         known_PG = _known(directory, prefixes, size, avoid if last else ())
         candidate_RKG = np.where(known_PG[beam_RK], score_RK[:, :, None] + grid_RG[:, None, :], -np.inf)
         flat = candidate_RKG.reshape(rows, beam_RK.shape[1] * size)
-        flat = np.pad(flat, ((0, 0), (0, max(width - flat.shape[1], 0))), constant_values=-np.inf)
+        if last:
+            flat = np.pad(flat, ((0, 0), (0, max(k - flat.shape[1], 0))), constant_values=-np.inf)
         best = np.argsort(-flat, axis=1, kind="stable")[:, :width]
         score_RK = np.take_along_axis(flat, best, axis=1)
         there = np.isfinite(score_RK)

@@ -437,6 +437,8 @@ class InferenceSession:
                 outputs = self._ask(endpoint, schema, rows, deadline)
                 break
             except (BoundaryError, ValueError) as error:
+                if self._steps and isinstance(error, AnotherSchema):
+                    raise SessionGone(f"{error}: its server has restarted since the session was opened") from error
                 if again or deadline.expired() or not self._may_be_elsewhere(error, deadline):
                     raise
                 # Before the first answer nothing is lost by calling another server; after it, the expert's current one

@@ -27,6 +27,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -620,6 +621,14 @@ class ExpertBackend:
         if not any(spec is not None and spec.varying for spec in self.schema.inputs):
             return self._infer_at(0)
         shorter, longer = self._infer_at(_SAMPLE_LENGTH), self._infer_at(2 * _SAMPLE_LENGTH)
+        kinds = [
+            [None if spec is None else (len(spec.shape), spec.dtype) for spec in specs_of(outputs)]
+            for outputs in (shorter, longer)
+        ]
+        if kinds[0] != kinds[1]:
+            raise SchemaError(
+                f"{self.uid}: the module returns {shorter} or {longer}, depending on the length of its input"
+            )
         merged: list[TensorSpec | None] = []
         for a, b in zip(specs_of(shorter), specs_of(longer), strict=True):
             if a is None or b is None:
@@ -643,6 +652,8 @@ class ExpertBackend:
                     modes.enter_context(_evaluating(part))
             leaves = self._as_leaves(zeros)
             try:
+                if any(map(is_lazy, self.module.parameters())):
+                    self._call(leaves)  # with the shapes of its parameters it writes their sizes into attributes
                 modes.enter_context(self._state.put_back(trained=range(sys.maxsize)))
                 outputs = self._call(leaves)
             except Exception as error:

@@ -471,7 +471,8 @@ class Runtime:
         self._pools = list(pools)
         self._scheduler = _Scheduler()
         for pool in self._pools:
-            assert not pool.counts.waiting_tasks, "tasks are queued once the pool has its thread"
+            mine = {key: queue for key, queue in pool.scheduler.queues.items() if queue.pool is pool}
+            self._scheduler.queues |= mine  # what waits already
             pool.scheduler = self._scheduler
         self._name = f"anabranch-{name}"
         self._stopped = False
