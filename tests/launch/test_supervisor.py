@@ -116,6 +116,23 @@ def test_workers_that_are_all_frozen_may_be_woken_though_a_server_runs(tmp_path:
     assert killed(*servers) == servers
 
 
+def test_a_newcomer_that_has_not_joined_does_not_decide_that_the_job_ends_with_any_worker(tmp_path: Path) -> None:
+    """It may be in another Executor of the script, and leaves; a member's word counts until it has left."""
+    workers = [
+        SimpleNamespace(role="worker", rank=rank, pid=os.getpid(), code=-9, running=rank > 0) for rank in (0, 1, 2)
+    ]
+    spec = SimpleNamespace(restarts=None)
+    for one in workers:
+        one.spec, one.who = spec, f"rank {one.rank}"
+    meeting = tmp_path / "meeting-1"
+    members = Members(cast(Any, workers), 2, 1, meeting, lambda line: None)
+    OwnPlace(meeting, 1, joins=False).write_progress(3, 0)
+    OwnPlace(meeting, 2, joins=True).say("ends")
+    assert members.may_leave(cast(Any, workers[0]))
+    OwnPlace(meeting, 0, joins=False).say("ends")
+    assert not members.may_leave(cast(Any, workers[0]))
+
+
 # --- a job that fails is started again as a whole; a service's restarts are a budget that refills
 
 

@@ -242,6 +242,40 @@ def test_a_job_that_is_not_elastic_ends_with_a_killed_worker(
     assert all(f"the job does not go on without it: {why}" in text for text in those)
 
 
+SENDS_LATER = """
+    import os, signal, torch, anabranch as ab
+    model = torch.nn.Linear(4, 1)
+
+    def loss(model, batch):
+        if executor.step > 5 and ab.job().rank < 2:
+            ab.send(batch[0], 1) if ab.job().rank == 0 else ab.recv(0)
+        return model(batch).square().mean()
+
+    def share(job):
+        return torch.full((8, 4), 1.0 + job.rank)
+
+    step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.001))
+    with ab.Executor(step, timeout=30) as executor:
+        while True:
+            executor.run(batch=share)
+            if executor.step == 5 and os.environ["ANABRANCH_MEMBER"] == "3" and not ab.job().joined:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if executor.step > 9 and ab.job().world_size == 4:
+                break
+"""
+
+
+@pytest.mark.slow
+def test_a_newcomer_joins_those_that_have_begun_to_send_meanwhile(script: Script, tmp_path: Path) -> None:
+    """Rank 2 does not send, and does not know that the others do."""
+    told: list[str] = []
+    outcome = launch(
+        script(SENDS_LATER), workers=4, min_workers=2, log_dir=tmp_path, tell=told.append, patience=PATIENT
+    )
+    assert outcome.exit_code == 0, told
+    assert "calls ab.send or ab.recv" in (tmp_path / "worker-0.log").read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("freezes", [False, True])
 @pytest.mark.parametrize(("mode", "cache"), [(None, False), ("PS", False), ("Hybrid", True)])

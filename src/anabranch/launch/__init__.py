@@ -1,8 +1,8 @@
 """Starts the processes of a job, watches them, and makes sure that none is left behind.
 
-It is no scheduler, and replaces no worker; a job may go on without one, see ``supervision/members.py``. For several
-machines there are Ray (``ray``) and ``torchrun``, which starts the same scripts unchanged. Open ``job.py`` first, then
-``local.py`` and ``supervision``; ``roles.py`` is the script's side of its role.
+It is no scheduler. A worker that is killed is replaced, see ``supervision/members.py``. For several machines there are
+Ray (``ray``) and ``torchrun``, which starts the same scripts unchanged. Open ``job.py`` first, then ``local.py`` and
+``supervision``; ``roles.py`` is the script's side of its role.
 """
 
 from anabranch.launch.local import launch

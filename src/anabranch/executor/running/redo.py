@@ -120,7 +120,7 @@ class Redo:
         _made[form] += 1
         self._form = zlib.crc32(f"{_made[form]} {form}".encode())  # a script may train in one after the other
         self._look_at, self.repeated, self.calls, self.own_rows = 0.0, 0, False, False
-        self._messages = 0
+        self._messages, self._sends = 0, ""  # the reason why it is fixed, if a run of this worker has sent or received
         self._random = RandomMoment()
         models = {runner.step.model for runner in runners.values()}
         self._pipes = {model: 0 for model in models if isinstance(model, Pipe)}  # places in their random streams
@@ -168,7 +168,8 @@ class Redo:
     def _look_for_messages(self, name: str) -> None:
         """Do no run again that sends to a rank by its number, which may be another worker's by then."""
         if self.fixed is None and differentiable.messages_begun > self._messages:
-            self._fix(f"step {name!r} calls ab.send or ab.recv")
+            self._sends = f"step {name!r} calls ab.send or ab.recv"
+            self._fix(self._sends)
 
     def _fix(self, why: str) -> None:
         self.fixed = why
@@ -251,7 +252,7 @@ class Redo:
         workers, runners = self._workers, self._runners
         if workers.joins:
             self._wait_here()
-        elif self.fixed is not None or self.own_rows:
+        elif self.fixed not in (None, self._sends) or self.own_rows:  # those that do not send admit newcomers
             return None
         else:
             if (now := time.monotonic()) >= self._look_at:

@@ -69,7 +69,7 @@ class Members:
 
     def _progress(self) -> tuple[int, int] | None:
         """Return how far the members are; ``None`` if the job ends with any of them, or before their first step."""
-        ends = any(self._says(one, "ends") for one in self._workers)
+        ends = any(self._says(one, "ends") for one in self._workers if not self.awaits(one))
         return None if ends else progress(self._meeting)
 
     def newcomers(self) -> list[RoleProcess]:
