@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from anabranch.deadline import Deadline
-from anabranch.errors import PeerLost, SchemaError
+from anabranch.errors import DeadlineExceeded, PeerLost, SchemaError
 from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
 from anabranch.parameter_server.client.shards import ShardCalls
 from anabranch.parameter_server.messages import JoinMessage, NormMessage
 from anabranch.parameter_server.server.shard import Shard
 from anabranch.record.spans import Span, heard, open_spans
-from anabranch.transport import Call, Client, Server, Verb
+from anabranch.testing import FakeClock
+from anabranch.transport import Call, Client, Request, Server, Verb
 from waiting import wait_until
 
 
@@ -55,6 +56,20 @@ def test_a_long_wait_for_other_workers_looks_for_them_at_intervals_that_do_not_g
             calls.all([calls.request(0, "pull")], watched=True)
         assert looks == 12
     assert len(unanswered) <= 1, "the request is not repeated for each look"
+
+
+def test_a_look_that_lasts_beyond_the_deadline_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It went on for as long as was left before the look."""
+    deadline = Deadline.after(60.0, clock := FakeClock())
+
+    def watch() -> None:
+        clock.advance(61.0)
+        monkeypatch.setattr("anabranch.transport.client.select", None)
+
+    with Server([Verb("pull", lambda call: None)], drain_seconds=0.01) as server, Client() as client:
+        (outcome,) = client.gather([Request(server.endpoint, "pull")], deadline, watch=watch, every=0.0)
+        monkeypatch.undo()
+    assert isinstance(outcome, DeadlineExceeded)
 
 
 def test_nobody_waits_for_the_norm_of_a_job_that_another_has_replaced() -> None:

@@ -17,6 +17,9 @@ def test_no_request_compiles_anything():
                 client.init(
                     f"t{k}", (20, 4), kind="rows", init=0.5, optimizer=lambda rows, make=make: make(rows, lr=0.1)
                 )
+            for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+                client.init(str(dtype)[6:], (3,), dtype=dtype, optimizer=lambda given: torch.optim.SGD(given, lr=0.1))
+                client.push(str(dtype)[6:], torch.ones(3, dtype=dtype))
             ids = torch.tensor([3, 7, 3])
             names = [f"t{k}" for k in range(3)]
             for _ in range(2):

@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, PeerLost, RemoteError, SchemaError
-from anabranch.testing import LossyTransport, MemoryTransport
+from anabranch.testing import FakeClock, LossyTransport, MemoryTransport
 from anabranch.transport import Answer, Call, Client, Request, RequestHeader, Server, Verb
 from anabranch.transport.frame import Hello, encode
 from anabranch.transport.server.connection import OnceTable
@@ -130,6 +131,35 @@ def test_the_table_forgets_settled_requests_and_answers_over_its_budget() -> Non
         ask(b"a", 1, settled=3)
     table.abandon((b"a", 3))
     assert isinstance(ask(b"a", 3), _Asked)
+
+
+def test_the_table_remembers_a_client_for_a_day_after_its_last_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A year of a script that pushes once a minute stayed in memory, half a gigabyte."""
+    clock, table = FakeClock(), OnceTable()
+    monkeypatch.setattr("anabranch.transport.server.connection.time", SimpleNamespace(monotonic=clock))
+
+    def ask(epoch: bytes) -> object:
+        return table.begin((epoch, 0), _Asked(epoch, 0), 0)
+
+    table.restore([(b"before", 0)])
+    asked = [ask(b"minute %d" % number) for number in range(2)]
+    table.finish((b"minute 0", 0), [memoryview(bytes(60))])
+    clock.advance(86_400)
+    assert ask(b"before") is None
+    assert ask(b"minute 0") == [memoryview(bytes(60))]
+    assert ask(b"minute 1") is asked[1]
+    clock.advance(1)
+    ask(b"minute 0")
+    clock.advance(86_400)
+    ask(b"another")
+    assert list(table._epochs) == [b"minute 0", b"another"]
+    clock.advance(1)
+    ask(b"another")
+    assert list(table._epochs) == [b"another"]
+    assert not table._kept_bytes
+    table.finish((b"minute 1", 0), [memoryview(bytes(60))])
+    table.abandon((b"minute 1", 0))
+    assert not table._kept
 
 
 MORTAL = """

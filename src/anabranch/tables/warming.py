@@ -1,8 +1,8 @@
 """Compiles the kernels before any request needs them.
 
 Compiling holds Python's interpreter for seconds, in which a server with a request sends no beats: its clients consider
-it lost. So a shard compiles the kernels for tables of float32 before it listens; Numba keeps the result on disk, and
-the next process loads it in a fraction of a second.
+it lost. So a shard compiles the kernels for tables of float32 and for all dense parameters before it listens; Numba
+keeps the result on disk, and the next process loads it in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -39,5 +39,5 @@ def compile_kernels(dtype: torch.dtype = torch.float32) -> None:
                 table.pull(some, training=True)
             table.pull_with_state(ids)
             list(RowSnapshot([table], nullcontext()))
-    for kind in {torch.float32, torch.float64, dtype}:  # float16 moves in float32
+    for kind in (torch.float32, torch.float64, torch.bfloat16):  # a dense parameter of float16 moves in float32
         DenseParameter("d", grads.to(kind), RowOptimizer(Family.SGD, lr=0.1)).push(grads.to(kind))

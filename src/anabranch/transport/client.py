@@ -707,14 +707,14 @@ class _Waiting:
                         if grace <= 0:
                             return
                         enough, deadline = None, deadline.sooner(grace)
+                if watch is not None and time.monotonic() >= look_at:
+                    watch()
+                    look_at = time.monotonic() + every
                 now, left = time.monotonic(), deadline.remaining()
                 if left <= 0:
                     for exchange in waiting if whole.expired() else ():
                         exchange.expire()
                     return
-                if watch is not None and now >= look_at:
-                    watch()
-                    look_at = time.monotonic() + every
                 wake, poller = min(now + left, look_at), select.poll()
                 for exchange in waiting:
                     descriptor, events, until = exchange.wait

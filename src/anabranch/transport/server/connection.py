@@ -19,7 +19,7 @@ import os
 import select
 import threading
 import time
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -757,17 +757,23 @@ def _say_done(call: Call) -> None:
 RequestIdentity = tuple[bytes, int]
 """A request's name for ever: the epoch of its client, and its sequence."""
 
+_DAY = 86_400.0  # seconds
+
 
 @dataclass(slots=True)
 class _Epoch:
     """One client: requests below ``settled`` will never be retried; others run, or have an answer, lost or not."""
 
     settled: int = 0
+    heard: float = 0.0
     requests: dict[int, Call | list[memoryview] | None] = field(default_factory=dict)
 
 
 class OnceTable:
     """The requests of all clients that were or are being executed.
+
+    A client is forgotten once it has sent none for a day, for which nobody repeats a request: those of a year, a
+    minute each, would take half a gigabyte.
 
     Args:
         budget_bytes: bytes of answers kept for retries; the newest is kept in any case.
@@ -776,7 +782,7 @@ class OnceTable:
     def __init__(self, budget_bytes: int = 64 << 20) -> None:
         self.lock = threading.RLock()
         self._budget = budget_bytes
-        self._epochs: defaultdict[bytes, _Epoch] = defaultdict(_Epoch)
+        self._epochs: OrderedDict[bytes, _Epoch] = OrderedDict()  # the one heard last at the end
         self._kept: OrderedDict[RequestIdentity, int] = OrderedDict()
         self._kept_bytes = 0
 
@@ -790,8 +796,12 @@ class OnceTable:
         """
         key, sequence = identity
         with self.lock:
-            epoch = self._epochs[key]
-            epoch.settled = max(epoch.settled, settled)
+            epoch = self._epochs.setdefault(key, _Epoch())
+            self._epochs.move_to_end(key)
+            epoch.heard, epoch.settled = time.monotonic(), max(epoch.settled, settled)
+            while (silent := next(iter(self._epochs))) != key and epoch.heard - self._epochs[silent].heard > _DAY:
+                for old in self._epochs.pop(silent).requests:
+                    self._kept_bytes -= self._kept.pop((silent, old), 0)
             while epoch.requests and (oldest := min(epoch.requests)) < settled:
                 del epoch.requests[oldest]
                 self._kept_bytes -= self._kept.pop((key, oldest), 0)
@@ -803,10 +813,10 @@ class OnceTable:
         """Record that the request was executed and answered."""
         key, sequence = identity
         with self.lock:
-            requests = self._epochs[key].requests
-            if sequence not in requests:  # settled
+            epoch = self._epochs.get(key)
+            if epoch is None or sequence not in epoch.requests:  # forgotten, or settled
                 return
-            requests[sequence] = answer
+            epoch.requests[sequence] = answer
             nbytes = sum(map(len, answer))
             self._kept[identity] = nbytes
             self._kept_bytes += nbytes
@@ -818,10 +828,12 @@ class OnceTable:
     def abandon(self, identity: RequestIdentity) -> None:
         """Record that the request was not executed: a retry will execute it."""
         with self.lock:
-            self._epochs[identity[0]].requests.pop(identity[1], None)
+            if (epoch := self._epochs.get(identity[0])) is not None:
+                epoch.requests.pop(identity[1], None)
 
     def restore(self, identities: Iterable[RequestIdentity]) -> None:
         """Record requests that were executed before this server started."""
         with self.lock:
+            now = time.monotonic()
             for key, sequence in identities:
-                self._epochs[key].requests.setdefault(sequence, None)
+                self._epochs.setdefault(key, _Epoch(heard=now)).requests.setdefault(sequence, None)
