@@ -412,6 +412,9 @@ def test_a_module_called_in_two_parts_is_refused():
     model.between = lambda m, x: m.c(m.two[0](m.two(x)))
     x = torch.randn(4, 4, dtype=torch.float64)
     assert_splits_alike(model.double(), ["c"], x, example=x)
+    model.two = nn.Sequential(nn.Tanh(), nn.ReLU())
+    model.between = lambda m, x: m.two(m.c(m.two[0](m.two(x))))
+    assert split(model, ["c"], example=x)[0].get_submodule("two") is model.two
     with pytest.raises(TypeError, match="at='h.1' is not a list"):
         split(Language(), "h.1")
 
