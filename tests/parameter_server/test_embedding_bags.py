@@ -163,6 +163,15 @@ def test_one_request_reads_all_features(dynamic: bool, monkeypatch: pytest.Monke
             assert [names for names in asked if names] == [["user", "seen"]]
 
 
+@pytest.mark.parametrize("outside", [-1, ROWS])
+def test_an_id_outside_a_table_is_named_by_its_place_in_the_users_own_tensor(outside: int) -> None:
+    """It was the place among the distinct ids."""
+    model = nn.Embedding(ROWS, 2, sparse=True)
+    step = ab.TrainStep(model, lambda model, batch: model(batch).sum(), torch.optim.SGD(model.parameters(), lr=0.1))
+    with ab.Executor(step, "PS") as executor, pytest.raises(NotFound, match=rf"ids\[1, 2\] is {outside}"):
+        executor.run(batch=torch.tensor([[3, 3, 2], [2, 1, outside]]))
+
+
 def test_ids_outside_a_table_are_refused_as_by_the_table_alone() -> None:
     model = Model()
     step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -105,6 +105,22 @@ def test_a_module_between_cuts_is_the_users_own_python(capsys: pytest.CaptureFix
     torch.testing.assert_close(torch.from_numpy(np.concatenate(outputs[:4])), expected)
 
 
+def test_an_error_with_every_guess_says_what_was_guessed():
+    class Shapes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.reshape(int(x[0, 0].item()), 7)
+
+    with pytest.raises(RuntimeError, match="is invalid for input of size 12") as told:
+        split(nn.Sequential(nn.Linear(3, 3), Shapes()), ["1"], example=torch.ones(4, 3))
+    assert "'1' ran without values" in told.value.__notes__[0]
+
+
+def test_a_sparse_input_is_refused_before_it_is_taken_for_a_dense_one():
+    model = Wraps(lambda model, x: x * 2 if x.is_sparse else x)
+    with pytest.raises(TypeError, match=r"sparse_coo tensor cannot be an input of a split model; make it dense"):
+        Pipe(split(model, ["b"]), [1, 1])(torch.eye(3).to_sparse())
+
+
 def test_a_compiled_module_stays_whole():
     model, x = Wraps(lambda model, x: model.compiled(x)), torch.randn(4, 3)
     model.compiled = torch.compile(nn.Linear(3, 3), backend="eager")
@@ -119,7 +135,12 @@ def reads_behind(model: nn.Module, x: Tensor) -> Tensor:
         x = x * model.block.count
     elif model.what == "tensor" and model.block.aux is not None:
         x = x + model.block.aux
+    elif model.what:
+        x = x * ONES[model.what == "other"] * ONES[0] * ONES[model.block.count > 1]
     return x
+
+
+ONES = torch.ones(2, 3).unbind()
 
 
 class Counts(nn.Module):
@@ -133,7 +154,7 @@ class Counts(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("what", ["number", "tensor"])
+@pytest.mark.parametrize("what", ["number", "tensor", "one", "other"])
 def test_what_a_module_leaves_behind_for_the_code_is_refused(what: str):
     model = Wraps(reads_behind)
     model.block, model.what = Counts(), ""
@@ -142,6 +163,7 @@ def test_what_a_module_leaves_behind_for_the_code_is_refused(what: str):
     model.what = what
     with Pipe(parts, [1, 1], chunks=2) as pipe:
         for call in (lambda: pipe(x), lambda: pipe.step(x, loss=lambda output, _: output.sum())):
+            model.block.count = 1
             with pytest.raises(CaptureError, match=r"test_code_between_modules.py:\d+ \((reads_behind|forward)\)"):
                 call()
         assert not any(parameter.grad is not None for parameter in model.parameters())

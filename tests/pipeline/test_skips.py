@@ -115,6 +115,25 @@ def test_every_mismatch_is_in_one_message():
     assert "stashed by '2' but no later module pops it" in found[5]
 
 
+def test_a_generator_is_a_layer_that_lacks_the_decorator_or_another_modules_own():
+    class Rows(nn.Module):
+        def forward(self, x: Tensor):
+            yield from x
+
+    class Stacks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = Rows()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack(list(self.rows(x)))
+
+    verify_skippables(nn.Sequential(Stacks()))
+    verify_skippables(Stacks())
+    (fault,) = faults(nn.Sequential(Stash(), nn.Sequential(Pop(), Rows())))
+    assert fault.startswith("* '1.1' yields in its forward")
+
+
 def test_nested_containers_are_looked_into():
     class Container(nn.Module):
         def __init__(self) -> None:

@@ -412,6 +412,9 @@ def test_a_module_called_in_two_parts_is_refused():
     model.between = lambda m, x: m.c(m.two[0](m.two(x)))
     x = torch.randn(4, 4, dtype=torch.float64)
     assert_splits_alike(model.double(), ["c"], x, example=x)
+    model.two = nn.Sequential(nn.Tanh(), nn.ReLU())
+    model.between = lambda m, x: m.two(m.c(m.two[0](m.two(x))))
+    assert split(model, ["c"], example=x)[0].get_submodule("two") is model.two
     with pytest.raises(TypeError, match="at='h.1' is not a list"):
         split(Language(), "h.1")
 
@@ -421,7 +424,13 @@ def test_a_module_around_a_cut_has_no_hooks():
     model.h[1].register_forward_hook(lambda *_: None)
     with pytest.raises(CaptureError, match=r"'h.1' has hooks"):
         split(model, ["h.1.mlp"], example=IDS)
-    split(model, ["h.1"], example=IDS)
+    parts = split(model, ["h.1"], example=IDS)
+    for whole in (parts, model):
+        hook = whole.register_forward_hook(lambda *_: None)
+        with pytest.raises(TypeError, match="a model that was split has hooks that no stage runs"):
+            Pipe(parts, [1, 1])
+        hook.remove()
+    Pipe(parts, [1, 1])
 
 
 def test_a_child_called_model_is_found_by_its_name():

@@ -134,7 +134,8 @@ class TrainStep(StepDescription):
                 f"loss is called as loss(model, batch), but {criterion.__name__} takes an output and a target; write "
                 "lambda model, batch: criterion(model(batch[0]), batch[1])"
             )
-        if getattr(getattr(loss, "__code__", None), "co_varnames", ())[:2] == ("batch", "model"):
+        names = getattr(getattr(loss, "__code__", None), "co_varnames", ())[:2]
+        if names == ("batch", "model") and not isinstance(model, Pipe):
             raise TypeError("loss is called as loss(model, batch), but takes batch and then model; swap the two")
         if ids is not None and not callable(ids):
             raise TypeError(f"ids is called as ids(batch), got {type(ids).__name__}")

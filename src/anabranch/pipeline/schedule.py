@@ -327,8 +327,8 @@ def make_schedule(name: str, stages: int, microbatches: int, *, ranks: int | Non
     name = choice("schedule", name, SCHEDULES)
     make = SCHEDULES[name]
     for what, number in (("stages", stages), ("microbatches", microbatches)):
-        if number < 1:
-            raise ValueError(f"{name} needs {what} of at least 1, got {number}")
+        if not isinstance(number, int) or number < 1:
+            raise ValueError(f"{name} needs a whole number of {what}, at least 1, got {number!r}")
     if ranks is None:
         ranks = default_ranks(name, stages)
     _check_ranks(name, stages, ranks)

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from anabranch.autodiff.boundary.crossing import Crossed, Form, RecordedBoundary, cross
 from anabranch.autodiff.boundary.whole_calls import WholeCall
 from anabranch.autodiff.moved_parameter import MovedParameter
-from anabranch.errors import SchemaError
+from anabranch.errors import NotFound, SchemaError
 from anabranch.tables.kernels import routing
 from anabranch.tables.table_spec import TableSpec
 
@@ -100,7 +100,7 @@ class _Rows:
         (ids,) = inputs
         assert ids is not None
         source = self.source()
-        rows, inverse, ids_once, padding_at = _read_distinct(source, ids, self.padding_id)
+        rows, inverse, ids_once, padding_at = _read_distinct(source, self.table, ids, self.padding_id)
         with torch.no_grad():
             looked_up = F.embedding(inverse, rows)
         return Crossed([looked_up], None if wants is None else (source, inverse, ids_once, padding_at))
@@ -131,7 +131,7 @@ def _bags(
     def crossing(
         entry: Tensor | None, ids: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
     ) -> list[Tensor]:
-        rows, inverse, padding_at = _distinct_rows(source(), ids, padding_id, entry if trained else None)
+        rows, inverse, padding_at = _distinct_rows(source(), table, ids, padding_id, entry if trained else None)
         # torch's kernels accept no bags of an empty table, and round differently if a table has a padding row.
         if not len(rows) or (padding_id is not None and padding_at is None):
             padding_at = len(rows) if padding_id is not None else None
@@ -152,10 +152,10 @@ def _bags(
 
 
 def _distinct_rows(
-    source: WeightSource, ids: Tensor, padding_id: int | None, entry: Tensor | None
+    source: WeightSource, table: TableSpec, ids: Tensor, padding_id: int | None, entry: Tensor | None
 ) -> tuple[Tensor, Tensor, int | None]:
     """Return the rows of the distinct ids, the index of each of ``ids`` among them, and that of ``padding_id``."""
-    rows, inverse, ids_once, padding_at = _read_distinct(source, ids, padding_id)
+    rows, inverse, ids_once, padding_at = _read_distinct(source, table, ids, padding_id)
     if entry is not None:
 
         def leave(grad: Tensor) -> None:
@@ -166,12 +166,20 @@ def _distinct_rows(
 
 
 def _read_distinct(
-    source: WeightSource, ids: Tensor, padding_id: int | None
+    source: WeightSource, table: TableSpec, ids: Tensor, padding_id: int | None
 ) -> tuple[Tensor, Tensor, Tensor, int | None]:
     """Return the rows of the distinct ids, the index of each of ``ids`` among them, those ids, and that of padding."""
     distinct, inverse = source.distinct(ids)
     ids_once = distinct.cpu()
-    rows = source.read(ids_once).to(ids.device)
+    try:
+        rows = source.read(ids_once).to(ids.device)
+    except NotFound as error:  # which says where among the distinct ones
+        limit = table.rows or 0  # none: of any id
+        outside = torch.nonzero((ids < 0) | (ids >= limit)).tolist() if limit else []
+        if not outside:
+            raise
+        at, value = outside[0], ids[tuple(outside[0])].item()
+        raise NotFound(f"table {table.name} has ids 0 to {limit - 1}; ids{at} is {value}") from error
     if padding_id is None:
         return rows, inverse, ids_once, None
     at = torch.nonzero(ids_once == padding_id)[:, 0]

@@ -54,8 +54,15 @@ class Signature:
 
 
 def signature_of(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Signature:
-    """Return the form of these inputs."""
+    """Return the form of these inputs.
+
+    Raises:
+        TypeError: a sparse tensor, which the code between the modules would take for a dense one.
+    """
     leaves, tree = flatten((tuple(args), dict(kwargs)))
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
+            raise TypeError(f"a {leaf.layout} tensor cannot be an input of a split model; make it dense")
     return Signature(tree, tuple([TensorForm.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]))
 
 
@@ -127,7 +134,7 @@ class PartProgram:
         out_tree: the containers of the model's output.
         out_leaves: what is in them: ``Slot``, ``HeldTensor`` or a constant.
         device: where it was traced; a part on another device uses its own instead.
-        loose: tensors that belong to no module, which its code reads, and their versions.
+        loose: tensors that belong to no module, which its code reads, and their versions, by their ids.
     """
 
     inputs: tuple[Slot, ...]
@@ -135,7 +142,7 @@ class PartProgram:
     out_tree: PyTreeSpec
     out_leaves: tuple[object, ...]
     device: torch.device
-    loose: list[tuple[Tensor, int]]
+    loose: dict[int, tuple[Tensor, int]]
     carried: tuple[tuple[Slot, ...], ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -152,6 +159,12 @@ class PartProgram:
         """Return each instruction, and the output, as a string that is the same in every process, and its place."""
         code = [(f"{n} {one}", one.place) for n, part in enumerate(self.parts) for one in part]
         return [*code, (f"{self.out_tree}{_shown(self.out_leaves)}", "the model's output")]
+
+    def _tensors(self) -> Iterator[tuple[Tensor, int, str]]:
+        """Return each loose tensor where it is read, its version and the place."""
+        code = [(one.leaves, one.place) for part in self.parts for one in part]
+        for leaves, place in [*code, (self.out_leaves, "the model's output")]:
+            yield from ((leaf, self.loose[id(leaf)][1], place) for leaf in leaves if isinstance(leaf, Tensor))
 
     def uses(self) -> dict[str | HeldTensor, list[int]]:
         """Return for each module called, and each parameter and buffer read, the parts that do."""
@@ -173,15 +186,13 @@ class PartProgram:
 
     def place_of_difference(self, other: PartProgram) -> str | None:
         """Return the line of the model's code at which ``other`` takes another way or reads another loose tensor."""
-        mine, its = self.lines(), other.lines()  # the last is the output, like no other
-        for (line, place), (other_line, _) in zip(mine, its, strict=False):
+        # The last line is the output, like no other.
+        for (line, place), (other_line, _) in zip(self.lines(), other.lines(), strict=False):
             if line != other_line:
                 return place
-        for (tensor, version), (its_tensor, its_version) in zip(self.loose, other.loose, strict=True):
-            if tensor is not its_tensor or version != its_version:
-                code = (one for part in self.parts for one in part)
-                reads = (one.place for one in code if any(leaf is tensor for leaf in one.leaves))
-                return next(reads, "the model's output")
+        for (tensor, version, place), (its, its_version, _) in zip(self._tensors(), other._tensors(), strict=True):
+            if tensor is not its or version != its_version:
+                return place
         return None
 
     def run(

@@ -102,7 +102,7 @@ def split(
 
     Raises:
         ValueError: a name that the model lacks, that it does not call, or calls out of order or twice.
-        CaptureError: code around a cut that cannot be split: names the line and the reason. So does a call of the parts
+        CaptureError: code around a cut that cannot be split: names the line and the reason. So does a call of its pipe
             with inputs that take another way through that code.
 
     Source: ``torch.distributed.pipelining`` splits a graph by ``torch.export``, modules included.
@@ -171,7 +171,7 @@ class SplitSource:
         modules = {path: parts for path, parts in uses.items() if isinstance(path, str)}
         for path, parts in modules.items():
             around = next((other for other in modules if other != path and is_within(path, other)), None)
-            if around is not None and modules[around] == parts:
+            if around is not None and set(parts) <= set(modules[around]):
                 continue  # it comes with that one
             if has_state(self.model.get_submodule(path)):
                 if around is not None:

@@ -204,7 +204,7 @@ class _Recorder(TorchFunctionMode):
         out_leaves, tree = flatten(output)
         named = tuple(self._named(leaf, "the model's output") for leaf in out_leaves)
         parts = tuple(map(tuple, self._parts))
-        return PartProgram(inputs, parts, tree, named, self._device, list(self._loose.values()))
+        return PartProgram(inputs, parts, tree, named, self._device, self._loose)
 
     def _called(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         try:
@@ -305,9 +305,15 @@ class _Recorder(TorchFunctionMode):
                     f"the module {path!r} at {_line_of(raised)} depends on the values of a tensor, so the shapes of "
                     "its results are not known before it runs; pass the code of the parts to split as glue="
                 ) from raised
-            except Exception:
-                if self._guess or not self._guessed:
-                    raise
+            except Exception as error:
+                if self._guessed and not self._guess:
+                    continue
+                if self._guessed:
+                    error.add_note(
+                        f"{path!r} ran without values, to see the form of its results; each number that it read was 0 "
+                        "at first, then 1: if the error comes of that, give the code of the parts as glue="
+                    )
+                raise
             finally:
                 self._guess = None
         raise AssertionError("the second guess returns or raises")

@@ -35,10 +35,12 @@ def flatten_layers(module: nn.Module) -> list[Layer]:
     ['0', '1.0', '1.1']
 
     Raises:
-        TypeError: ``module`` is not a ``nn.Sequential``, or overrides its ``forward``.
+        TypeError: ``module`` is not a ``nn.Sequential``, overrides its ``forward`` or has hooks.
         ValueError: it is empty, holds the same layer twice, or a lazy one without its parameters yet.
     """
     if isinstance(module, PartedModel):
+        if has_hooks(module) or has_hooks(module.unsplit):
+            raise TypeError("a model that was split has hooks that no stage runs; put them on modules within one part")
         layers = [Layer(part.name, part) for part in module.parts()]
     elif isinstance(module, nn.Sequential) and _is_plain(module):
         layers = list(_open(module, ""))

@@ -319,13 +319,18 @@ def verify_skippables(module: nn.Module) -> None:
     stashed_by: dict[SkipName, str] = {}
     popped_by: dict[SkipName, str] = {}
     shared: set[SkipName] = set()
+    containers: set[str] = set()
     faults: list[str] = []
     for path, child in module.named_modules(remove_duplicate=False):
         declaration = declaration_of(child)
         if declaration is None:
             # Of a layer; a module within one may be a generator to the module around it.
-            if "." not in path and inspect.isgeneratorfunction(type(child).forward):
-                faults.append(f"{path!r} yields in its forward but lacks @ab.skippable(stash=[...], pop=[...])")
+            if not path or path.rpartition(".")[0] in containers:
+                forward = type(child).forward
+                if forward in (nn.Sequential.forward, nn.Module.forward):
+                    containers.add(path)
+                elif inspect.isgeneratorfunction(forward):
+                    faults.append(f"{path!r} yields in its forward but lacks @ab.skippable(stash=[...], pop=[...])")
             continue
         path = path or type(child).__name__
         shared |= declaration.shared
