@@ -91,7 +91,8 @@ def test_the_sinks_are_sinks() -> None:
 def test_tensorboard_reads_the_written_metrics(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
     code = (
-        "import sys, torch; from test_other_sinks import BATCH, make_step; import anabranch as ab\n"
+        "import sys, torch; sys.path.append('..'); import anabranch as ab\n"
+        "from test_other_sinks import BATCH, make_step\n"
         "from anabranch.executor.observing import sinks; sinks._EVERY = 600.0\n"
         "sink = ab.observe.TensorBoardSink(sys.argv[1]); assert isinstance(sink, ab.observe.Sink)\n"
         "with ab.Executor(make_step(), sinks=[sink], engine='tape') as executor:\n"
