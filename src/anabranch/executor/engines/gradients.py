@@ -182,8 +182,8 @@ class LateCheck:
         on_gpu = device.type == "cuda"
         self._optimizers, self._schedulers = optimizers, [*schedulers]
         for one in self._schedulers:  # and those that they hold, such as the one behind a warm-up
-            held = (other for other in flatten(vars(one))[0] if isinstance(other, LRScheduler))
-            self._schedulers += [other for other in dict.fromkeys(held) if other not in self._schedulers]
+            inner = (other for other in flatten(vars(one))[0] if isinstance(other, LRScheduler))
+            self._schedulers += [other for other in dict.fromkeys(inner) if other not in self._schedulers]
         self._bad = torch.zeros((), device=device, dtype=torch.float32)
         self._answer = torch.zeros((), device="cpu", dtype=torch.float32, pin_memory=on_gpu)
         self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
