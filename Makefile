@@ -96,7 +96,7 @@ plots: $(STAMP)
 	@$(BIN)/python tools/draw_plots.py
 
 # The figures that have targets: a quarter of an hour on two free cores. Results land in benchmarks/results.
-bench: $(STAMP)
+bench: $(STAMP)-bench
 	@mkdir -p $(RESULTS)
 	$(BIN)/python benchmarks/tape_overhead.py --rounds 15 --out $(RESULTS)
 	$(BIN)/python benchmarks/step_graph.py --rounds 7 --out $(RESULTS)
@@ -113,7 +113,7 @@ bench: $(STAMP)
 	@$(BIN)/python benchmarks/summary.py $(RESULTS)
 
 # The others: half an hour, and the graph with Inductor.
-bench-more: $(STAMP)
+bench-more: $(STAMP)-bench
 	@mkdir -p $(RESULTS)
 	$(BIN)/python benchmarks/step_graph.py --compile --floor --rounds 9 --out $(RESULTS)
 	$(BIN)/python benchmarks/first_steps.py --rounds 1 --out $(RESULTS)

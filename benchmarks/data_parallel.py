@@ -26,8 +26,9 @@ from models import CASES, Case
 
 
 def compare_case(case: Case, rounds: int) -> dict[str, dict[str, float]]:
-    torch.manual_seed(0)
+    torch.manual_seed(dist.get_rank())  # rows of its own for each worker
     batch = case.batch()
+    torch.manual_seed(0)
     theirs = case.model()
     parallel = DistributedDataParallel(theirs)
     optimizer = torch.optim.Adam(theirs.parameters(), fused=True)
