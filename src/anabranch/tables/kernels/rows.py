@@ -287,15 +287,19 @@ def merge(
     lookups, count, size = 0, 0, 16
     for row in rows:
         lookups += row >= 0 and _thread_of(row, threads) == thread
-    while size <= 2 * lookups:
+    while size <= 2 * (starts[1:] - starts[:-1]).max():
         size *= 2
-    mask, buckets = U(size - 1), np.full(size, -1, np.int32)
+    buckets = np.empty(size, np.int32)
     out_rows, out_starts = np.empty(lookups, np.int64), np.empty_like(starts)
     totals = np.empty(lookups * np.int64(wide), working.dtype)
     summed = lookups if squares.size else 0
     out_squares, every, own = np.empty(summed, squares.dtype), np.zeros(summed), np.zeros(summed)
     for k in range(starts.size - 1):
-        out_starts[k] = count
+        out_starts[k], size = count, 16
+        while size <= 2 * (starts[k + 1] - starts[k]):  # no two tables share a row: a table of few stays in the cache
+            size *= 2
+        mask = U(size - 1)
+        buckets[:size] = -1
         for j in range(U(starts[k]), U(starts[k + 1])):
             row = rows[j]
             if row < 0 or _thread_of(row, threads) != thread:
@@ -309,12 +313,14 @@ def merge(
                 for i in range(U(count) * wide, U(count + 1) * wide):
                     totals[i] = 0
                 count += 1
-            target, energy = U(buckets[at]), 0.0
+            target = U(buckets[at])
             for i in range(wide):
-                value = load(grads, j * wide + i)
-                totals[target * wide + i] += value
-                energy += np.float64(value) * np.float64(value)
-            if squares.size:
+                totals[target * wide + i] += load(grads, j * wide + i)
+            if squares.size:  # in a loop of its own: the one above is vectorised
+                energy = 0.0
+                for i in range(wide):
+                    value = np.float64(load(grads, j * wide + i))
+                    energy += value * value
                 every[target] += energy
                 own[target] += energy * np.float64(squares[j])
     out_starts[starts.size - 1] = count
