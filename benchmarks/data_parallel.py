@@ -6,7 +6,8 @@
 
 One thread a worker, the same fused Adam on both sides, which take turns in one process a worker. The executor sums in
 shared memory, DistributedDataParallel over gloo. With ``skip_nonfinite=None`` the executor does not look whether
-gradients are finite, as DistributedDataParallel does not.
+gradients are finite, as DistributedDataParallel does not. Beside them the least that is possible: each worker by itself,
+in a hand-written loop that sums nothing.
 """
 
 from __future__ import annotations
@@ -38,8 +39,16 @@ def compare_case(case: Case, rounds: int) -> dict[str, dict[str, float]]:
         case.loss(parallel, batch).backward()
         optimizer.step()
 
+    alone = case.model()
+    own_optimizer = torch.optim.Adam(alone.parameters(), fused=True)
+
+    def nothing_summed() -> None:
+        own_optimizer.zero_grad()
+        case.loss(alone, batch).backward()
+        own_optimizer.step()
+
     with ExitStack() as stack:
-        sides: dict[str, Side] = {"DistributedDataParallel": ddp}
+        sides: dict[str, Side] = {"DistributedDataParallel": ddp, "nothing summed": nothing_summed}
         for engine, options in (("tape", {}), ("graph", {}), ("graph", {"skip_nonfinite": None})):
             executor = stack.enter_context(ab.Executor(case.step(**options), comm_mode="AllReduce", engine=engine))
             said = ", ".join([engine, *(f"{name}={value}" for name, value in options.items())])

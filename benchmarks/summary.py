@@ -251,6 +251,7 @@ TABLES: dict[str, Callable[[Results], list[Row]]] = {
         name="data_parallel",
         reference=("DistributedDataParallel", "`DistributedDataParallel`"),
         sides={
+            "nothing summed": "nothing summed",
             "executor, tape": "tape",
             "executor, graph": "graph",
             "executor, graph, skip_nonfinite=None": "graph, no check",
