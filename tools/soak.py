@@ -149,15 +149,20 @@ class Job:
                 self.lives[pid] = Life(name, now)
             self.lives[pid].read(pid, now)
 
-    def step(self) -> int:
-        """Return the newest step that a worker has written down at the end of its record."""
-        newest = 0
+    def steps(self) -> dict[str, int]:
+        """Return the newest step that each worker has written down at the end of its record."""
+        newest = Counter[str]()
         for path in self.out.glob("record-*"):
+            name = path.name.replace("record", "worker")
             with path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - 2000))
                 for line in file.read().split(b"\n")[1:-1]:
-                    newest = max(newest, json.loads(line).get("step", 0) - (b'"doing"' in line))
+                    newest[name] = max(newest[name], json.loads(line).get("step", 0) - (b'"doing"' in line))
         return newest
+
+    def step(self) -> int:
+        """Return the newest of these steps."""
+        return max(self.steps().values(), default=0)
 
     def wait_for_steps(self, steps: int) -> bool:
         """Return True if so many more steps were done before the job's time for recovering was over."""
@@ -169,9 +174,16 @@ class Job:
             time.sleep(0.05)
         return True
 
-    def strike(self, role: str, chance: random.Random) -> str:
-        """Kill or freeze a random process of the role; return what was done, ``""`` if none is there."""
+    def member(self, chance: random.Random) -> str:
+        """Return a worker that has the state: not all others are newcomers as long as it is spared."""
+        steps, processes = self.steps(), self.processes()
+        newest = max(steps.values(), default=0)
+        return chance.choice([one for one in sorted(steps) if one in processes and steps[one] >= newest] or [""])
+
+    def strike(self, role: str, spared: str, chance: random.Random) -> str:
+        """Kill or freeze a random process of the role, but one; return what was done, ``""`` if none is there."""
         there = {name: pid for name, pid in self.processes().items() if name.rpartition("-")[0] == role}
+        there.pop(spared, None)
         if not there:
             return ""
         name = chance.choice(sorted(there))
@@ -370,8 +382,9 @@ def run(result: Result, job: Job, chance: random.Random, *, seconds: float, ever
     while result.strikes.total() < kills or (seconds and time.monotonic() < first + seconds):
         if time.monotonic() >= due:
             disturbed = disturbed or due
+            spared = job.member(chance)
             for _ in range(1 if seconds else chance.choice([1, 1, 2])):
-                result.strikes[job.strike(chance.choice(ROLES) if seconds else "worker", chance)] += 1
+                result.strikes[job.strike(chance.choice(ROLES) if seconds else "worker", spared, chance)] += 1
             del result.strikes[""]
             if not job.wait_for_steps(5):
                 break

@@ -558,6 +558,52 @@ def test_a_newcomer_that_has_become_rank_0_saves_where_the_job_has_resumed(scrip
         assert f"rank 0 saved {step}" in texts[0]
 
 
+SAVED_BEFORE = """
+    import os, signal, torch, anabranch as ab
+    from anabranch import checkpoint
+    from anabranch.executor.running.redo import Redo
+
+    job, settle, meetings = ab.job(), Redo._settle, []
+    model = torch.nn.Linear(4, 1)
+    step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), torch.optim.SGD(model.parameters(), lr=0.001))
+
+    def dies_as_the_newcomer_comes(redo, *arguments, **options):
+        meetings.append(1)
+        if len(meetings) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return settle(redo, *arguments, **options)
+
+    def seen(record):
+        if record.joined:
+            executor.request_stop()
+
+    if job.rank == 0 and not job.joined:
+        Redo._settle = dies_as_the_newcomer_comes
+        checkpoint.write = lambda *args, **options: signal.pause()  # in the background
+    with ab.Executor(step, timeout=300.0) as executor:
+        executor.on("membership", seen)
+        while not executor.stopping:
+            executor.run(batch=lambda job: torch.ones(12 // job.world_size, 4))
+            if executor.step == 2:
+                executor.save("checkpoints", wait=False)
+            if executor.step == 3 and job.rank == 2 and not job.joined:
+                os.kill(os.getpid(), signal.SIGKILL)
+        executor.finish_saves()
+        print("ends", ab.job().world_size)
+"""
+
+
+def test_a_newcomer_does_not_wait_for_the_save_of_a_worker_that_died_as_it_joined(
+    script: Script, tmp_path: Path
+) -> None:
+    options = {"min_workers": 1, "worker_restarts": RestartBudget(1), "patience": PATIENT}
+    outcome = launch(script(SAVED_BEFORE), workers=3, log_dir=tmp_path, seconds=120.0, **options)
+    assert not outcome.timed_out and outcome.exit_code == 0
+    member, newcomer = ((tmp_path / f"worker-{process}.log").read_text() for process in (1, 2))
+    assert "rank 0 was lost, and may not have written the save of step 2" in member
+    assert "ends" in member and "ends" in newcomer, newcomer
+
+
 def test_a_newcomer_that_nobody_lets_in_leaves(script: Script, tmp_path: Path) -> None:
     source = """
     with executor(timeout=2.0 if joined else 60.0) as one:

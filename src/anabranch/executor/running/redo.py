@@ -372,7 +372,12 @@ class Redo:
             self.apart.tables.wait_until_quiet()  # what is on its way is of the last number, and is not done again
         while True:
             try:
-                met = workers.meet_again(awaited=awaited) and self._settle(runner, called=called)
+                met = workers.meet_again(awaited=awaited)
+                now = {*workers.peers.identities.values()}
+                left = tuple(rank for rank, who in sorted(before.items()) if who not in now)
+                if met and 0 in left:
+                    self._saver.writer_lost()  # before newcomers take the state, of which the save is part
+                met = met and self._settle(runner, called=called)
                 break
             except PeerLost as other:  # one more has died, or leaves: meet again
                 if not _is_of_a_worker(other):
@@ -387,12 +392,8 @@ class Redo:
             raise error or PeerLost(why, peer="the others", operation="meet")
         assert roll is not None
         self.repeated += error is not None
-        now = {*workers.peers.identities.values()}
-        left = tuple(rank for rank, who in sorted(before.items()) if who not in now)
         number = roll.since[self._place.process] - 1 if number < 0 else number
         joined = tuple(sorted(roll.ranks[process] for process, since in roll.since.items() if since > number))
-        if 0 in left:
-            self._saver.writer_lost()
         return MembershipRecord(self._steps, workers.rank, workers.size, left, joined)
 
     @property
