@@ -6,8 +6,8 @@
 
 One thread a worker, the same fused Adam on both sides, which take turns in one process a worker. The executor sums in
 shared memory, DistributedDataParallel over gloo. With ``skip_nonfinite=None`` the executor does not look whether
-gradients are finite, as DistributedDataParallel does not. Beside them the least that is possible: each worker by itself,
-in a hand-written loop that sums nothing.
+gradients are finite, as DistributedDataParallel does not. Beside them the least that is possible: each worker by
+itself, in a hand-written loop that sums nothing.
 """
 
 from __future__ import annotations

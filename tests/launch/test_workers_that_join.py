@@ -598,7 +598,8 @@ def test_a_newcomer_does_not_wait_for_the_save_of_a_worker_that_died_as_it_joine
 ) -> None:
     options = {"min_workers": 1, "worker_restarts": RestartBudget(1), "patience": PATIENT}
     outcome = launch(script(SAVED_BEFORE), workers=3, log_dir=tmp_path, seconds=120.0, **options)
-    assert not outcome.timed_out and outcome.exit_code == 0
+    assert not outcome.timed_out
+    assert outcome.exit_code == 0
     member, newcomer = ((tmp_path / f"worker-{process}.log").read_text() for process in (1, 2))
     assert "rank 0 was lost, and may not have written the save of step 2" in member
     assert "ends" in member and "ends" in newcomer, newcomer
