@@ -602,7 +602,8 @@ def test_a_newcomer_does_not_wait_for_the_save_of_a_worker_that_died_as_it_joine
     assert outcome.exit_code == 0
     member, newcomer = ((tmp_path / f"worker-{process}.log").read_text() for process in (1, 2))
     assert "rank 0 was lost, and may not have written the save of step 2" in member
-    assert "ends" in member and "ends" in newcomer, newcomer
+    assert "ends" in member
+    assert "ends" in newcomer, newcomer
 
 
 def test_a_newcomer_that_nobody_lets_in_leaves(script: Script, tmp_path: Path) -> None:
