@@ -6,6 +6,8 @@ import logging
 import threading
 import time
 from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,10 +26,13 @@ def serving(directory: Directory, *uids: str) -> ExpertServer:
     return ExpertServer(backends, directory=directory)
 
 
-@pytest.mark.parametrize("remote", [False, True])
-def test_a_wrong_prefix_is_named_with_what_the_directory_has(remote: bool) -> None:
+@pytest.mark.parametrize("kind", ["memory", "remote", "another class"])
+def test_a_wrong_prefix_is_named_with_what_the_directory_has(kind: str) -> None:
     with DirectoryServer() as names:
-        directory = Directory(names.endpoint) if remote else names.directory
+        directory: Any = Directory(names.endpoint) if kind == "remote" else names.directory
+        if kind == "another class":  # as a RedisDirectory
+            methods = ("announce", "withdraw", "lookup", "active", "announced")
+            directory = SimpleNamespace(**{name: getattr(names.directory, name) for name in methods})
         with pytest.raises(BoundaryError, match=r"lists no expert ffm\.\[0:2\]; it lists none at all"):
             RemoteMixtureOfExperts(4, [2], directory, "ffm")(torch.ones(1, 4))
         with serving(directory, "ffn.0"):

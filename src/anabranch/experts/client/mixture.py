@@ -51,7 +51,7 @@ from anabranch.experts.client.calls import (
 )
 from anabranch.experts.client.finder import GONE, Choices, ExpertFinder, Phase, beam_search
 from anabranch.experts.client.remote_expert import RemoteModule
-from anabranch.experts.directory import Directory, DirectoryLike, as_directory, within
+from anabranch.experts.directory import DirectoryLike, as_directory, within
 from anabranch.experts.wire import Nesting, Schema, outline, with_leading
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.transport import Client
@@ -646,7 +646,7 @@ class RemoteMixtureOfExperts(RemoteModule):
         says = f"the directory lists no expert {self.uid_prefix}{grid}"
         if directory.active([self.uid_prefix]).get(self.uid_prefix):
             return f"of the experts {self.uid_prefix}{grid} that the directory lists none answers"
-        if isinstance(directory, Directory):
+        if hasattr(directory, "announced"):  # as ours have; a DirectoryLike need not
             some = itertools.islice(directory.announced(), _SOME)
             kinds = sorted({re.sub(r"\.\d+", ".*", one.uid) for one in some})
             says += f"; it lists {', '.join(kinds[:_NAMED]) or 'none at all'}{' and more' if kinds[_NAMED:] else ''}"
