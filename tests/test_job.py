@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
@@ -77,6 +78,12 @@ def test_several_workers_without_servers_are_refused() -> None:
 def test_an_expert_process_without_a_directory_is_an_error() -> None:
     with pytest.raises(ValueError, match="ANABRANCH_DIRECTORY"):
         job({"ANABRANCH_ROLE": "expert"}).serve(linear)
+
+
+def test_an_expert_process_that_serves_off_the_main_thread_is_an_error() -> None:
+    expert = job({"ANABRANCH_ROLE": "expert", "ANABRANCH_DIRECTORY": "unix:/run/directory"})
+    with ThreadPoolExecutor(1) as threads, pytest.raises(RuntimeError, match=r"call job\.serve in the main thread"):
+        threads.submit(expert.serve, linear).result()
 
 
 def test_a_worker_names_the_experts_that_did_not_come() -> None:

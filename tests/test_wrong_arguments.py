@@ -72,6 +72,16 @@ STEPS: list[tuple[Callable[[], object], type[Exception], str]] = [
     ),
     (lambda: piped(loss, torch.ones(2, 2), last=nn.Tanh()), TypeError, r"a Pipe's loss is called as loss\(output, tar"),
     (lambda: piped(nn.functional.mse_loss, torch.ones(2, 2)), RuntimeError, r"write value = yield ab.pop\(name\)"),
+    *(
+        (lambda use=use: use(ab.pop("first")), kind, r"write value = yield ab.pop\(name\)")
+        for kind, use in [
+            (AttributeError, lambda value: value.shape),
+            (RuntimeError, lambda value: value * 2),
+            (RuntimeError, lambda value: 2 - value),
+            (RuntimeError, lambda value: value[0]),
+            (RuntimeError, lambda value: [*value]),
+        ]
+    ),
     (lambda: executor().run(batch=[[1.0, 2.0]]), ValueError, "convert its numbers to tensors or arrays"),
     (lambda: made(None), TypeError, "optimizer is one Optimizer or a list of them, got None"),
     (lambda: made(torch.optim.SGD), TypeError, "optimizer is one Optimizer or a list of them, got <class"),

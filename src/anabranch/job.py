@@ -163,6 +163,7 @@ class Job:
             DeadlineExceeded: an expert process has not announced itself in time; names it.
             PeerLost: the directory does not answer.
             ValueError: several workers, and no servers.
+            RuntimeError: in an expert process, off the main thread.
         """
         return _provider()[0](
             self,

@@ -6,6 +6,8 @@ import logging
 import threading
 import time
 from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,10 +26,13 @@ def serving(directory: Directory, *uids: str) -> ExpertServer:
     return ExpertServer(backends, directory=directory)
 
 
-@pytest.mark.parametrize("remote", [False, True])
-def test_a_wrong_prefix_is_named_with_what_the_directory_has(remote: bool) -> None:
+@pytest.mark.parametrize("kind", ["memory", "remote", "another class"])
+def test_a_wrong_prefix_is_named_with_what_the_directory_has(kind: str) -> None:
     with DirectoryServer() as names:
-        directory = Directory(names.endpoint) if remote else names.directory
+        directory: Any = Directory(names.endpoint) if kind == "remote" else names.directory
+        if kind == "another class":  # as a RedisDirectory
+            methods = ("announce", "withdraw", "lookup", "active", "announced")
+            directory = SimpleNamespace(**{name: getattr(names.directory, name) for name in methods})
         with pytest.raises(BoundaryError, match=r"lists no expert ffm\.\[0:2\]; it lists none at all"):
             RemoteMixtureOfExperts(4, [2], directory, "ffm")(torch.ones(1, 4))
         with serving(directory, "ffn.0"):
@@ -85,7 +90,29 @@ def test_a_forward_waits_for_experts_that_are_gone_and_says_so_once(
     assert outputs[0].shape == (3, 4)
     texts = [text for text in caplog.messages if "gone" in text or "back:" in text]
     assert [text for text in texts if ", ".join(away) in text] == texts
-    assert len(texts) == (0 if withdrawn else 3)  # gone for both mixtures, back for the one
+    assert len(texts) == 3  # gone for both mixtures, back for the one
+    assert sum("waiting" in text for text in caplog.messages) == 1
+    mixture.forward_timeout = 0.5
+    with pytest.raises(BoundaryError):
+        mixture(x)
+    assert sum("waiting" in text for text in caplog.messages) == 2, "of the second outage"
+
+
+def test_a_mixture_that_goes_on_without_an_expert_withdrawn_says_so_once_and_when_it_is_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    directory, x = Directory(), torch.ones(3, 4)
+    mixture = RemoteMixtureOfExperts(4, [2, 2], directory, "ffn", k_best=4)
+    with serving(directory, "ffn.0.0", "ffn.0.1"), caplog.at_level(logging.WARNING, "anabranch.experts"):
+        for outage in range(2):
+            with serving(directory, "ffn.1.0"):
+                mixture(x)
+                mixture(x)
+            assert sum("back" in text for text in caplog.messages) == outage
+            mixture(x)
+            mixture(x)
+    gone = "experts have gone: ffn.1.0 (the directory no longer lists them); the mixture goes on with the others"
+    assert caplog.messages == [gone, "experts are back: ffn.1.0", gone]
 
 
 def test_experts_that_stay_away_are_an_error_at_the_deadline_that_names_the_cure() -> None:

@@ -271,7 +271,7 @@ def test_beam_search_is_exhaustive_search_on_a_full_grid(sizes: list[int], k: in
     uids = ["ffn." + ".".join(map(str, point)) for point in itertools.product(*map(range, sizes))]
     directory.announce(uids, "unix:/x", ttl=60.0)
     scores = [rng.normal(size=(3, size)) for size in sizes]
-    found = beam_search(directory, "ffn", scores, k)
+    found = beam_search(directory.active, "ffn", scores, k)
     for row in range(3):
         total = {
             uid: sum(grid[row, int(i)] for grid, i in zip(scores, uid.split(".")[1:], strict=True)) for uid in uids
@@ -454,7 +454,7 @@ def test_beam_search_passes_over_prefixes_with_only_avoided_experts() -> None:
     directory = Directory()
     directory.announce([f"ffn.{i}.{j}" for i in range(3) for j in range(2)], "unix:/run/experts", ttl=30.0)
     scores = [np.array([[2.0, 1.0, 0.0]]), np.array([[0.5, 0.0]])]
-    found = beam_search(directory, "ffn", scores, 1, {"ffn.0.0", "ffn.0.1"})
+    found = beam_search(directory.active, "ffn", scores, 1, {"ffn.0.0", "ffn.0.1"})
     assert [found.uids[slot] for slot in found.slots[0]] == ["ffn.1.0"]
 
 
@@ -465,7 +465,7 @@ def test_beam_search_with_half_a_grid_gone_takes_little_memory() -> None:
     scores = [np.random.default_rng(0).normal(size=(64, 32)) for _ in range(2)]
     tracemalloc.start()
     try:
-        beam_search(directory, "ffn", scores, 4, uids[:512])
+        beam_search(directory.active, "ffn", scores, 4, uids[:512])
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

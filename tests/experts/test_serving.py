@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,6 +110,24 @@ def test_a_mistake_on_the_command_line_is_reported_without_a_traceback(
     assert isinstance(result.exception, SystemExit)
     assert says in " ".join(result.output.replace("│", " ").split())
     assert "anabranch: serving" not in result.output, "before it is refused"
+
+
+def test_serve_says_what_it_serves_and_whether_it_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def serve_once(
+        make: Callable[[], Any], beside: Callable[[Any], AbstractContextManager[object]], **_: object
+    ) -> None:
+        with make() as server, beside(server):
+            pass
+
+    monkeypatch.setattr("anabranch.transport.server.service.serve_until_stopped", serve_once)
+    for uids, text in [
+        ("ffn.[0:2]", "ffn.0, ffn.1: new"),
+        ("ffn.[0:2]", "ffn.0, ffn.1: restored"),
+        ("ffn.[0:10]", f"{', '.join(f'ffn.{i}' for i in range(8))} and 2 more: 2 restored, 8 new"),
+    ]:
+        options = ["--uids", uids, "--module", "ffn:4", "--checkpoint-dir", str(tmp_path)]
+        assert CliRunner().invoke(serve, ["experts", *options]).stderr == f"anabranch: serving {text}\n"
+    assert CliRunner().invoke(serve, ["directory"]).stderr == "anabranch: serving a directory of experts\n"
 
 
 def test_keys_are_made_by_the_command_line_and_never_overwritten(tmp_path: Path) -> None:

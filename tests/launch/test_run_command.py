@@ -23,6 +23,10 @@ from waiting import wait_until
 
 Script = Callable[[str], Path]
 LIMIT = 120.0
+COMMANDS = [
+    *("run", "plan", "keys", "status", "experts", "view"),
+    *("serve experts", "serve directory", "serve parameters"),
+]
 
 # Says when it is ready, with descendants in its group and out of it.
 READY = """
@@ -63,13 +67,20 @@ def test_options_after_the_script_belong_to_it_and_a_note_says_so(script: Script
 
 @pytest.mark.parametrize(
     ("arguments", "word"),
-    [([], "run"), (["--help"], "run"), (["run", "--help"], "--workers"), (["--version"], "anabranch ")],
+    [
+        ([], "run"),
+        (["--help"], "run"),
+        *(([*name.split(), "--help"], f"anabranch {name} ") for name in COMMANDS),
+        (["--version"], "anabranch "),
+    ],
 )
 def test_help_and_version_go_to_stdout(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], word: str
 ) -> None:
     assert run_main(monkeypatch, *arguments) == 0
-    assert word in capsys.readouterr().out
+    page = capsys.readouterr().out
+    assert word in page
+    assert "<bool>" not in page
 
 
 def test_rank_0_is_on_the_screen_and_the_rest_in_logs(script: Script, tmp_path: Path, temporary: Path) -> None:

@@ -38,7 +38,7 @@ WRONG = [
     ([*DIRECTORY, "redis://10.0.0.1:6379", SCRIPT], "give --host"),
     ([*DIRECTORY, "redis://127.0.0.1:port", SCRIPT], "is not a Redis address"),
     ([*DIRECTORY, "tcp://10.0.0.1:7001", SCRIPT], "requires certificates; name their folder in ANABRANCH_KEYS"),
-    ([*DIRECTORY, "nonsense", SCRIPT], "'nonsense' is not an endpoint"),
+    ([*DIRECTORY, "nonsense", SCRIPT], "for --directory: 'nonsense' is not an endpoint"),
     ([*DIRECTORY, "redis://127.0.0.1:1", "--engine", "ray", SCRIPT], "--engine ray does not use it"),
     ([RUN, "--address", "a:1", SCRIPT], "does not use it"),
     ([RUN, "--engine", "ray", "--host", "10.0.0.1", SCRIPT], "does not use it"),

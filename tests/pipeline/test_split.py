@@ -390,6 +390,7 @@ def test_code_that_cannot_be_split_is_named(name: str):
         (Frame(lambda m, x: x), ["c"], "'c' is not called"),
         (Language(), ["h"], "'h' is a ModuleList, which is never called"),
         (Language(), ["h.9"], "no submodule 'h.9'"),
+        (nn.Sequential(*(nn.Identity() for _ in range(11))), ["11"], r"it has \['0'.* '7'\] and 3 more"),
         (Language(), ["h.2", "h.1"], "not in execution order: 'h.1' runs before 'h.2'"),
         (Language(), ["h.1", "h.1"], "must name at least one submodule that starts a stage"),
         (Language(), [], "must name at least one submodule that starts a stage"),

@@ -134,7 +134,6 @@ def run(
             max_restarts=max_restarts,
             service_restarts=RestartBudget.parse(service_restarts),
             host=host,
-            directory=directory,
             live=True,
             verbose=verbose,
             spawn=spawn,
@@ -144,6 +143,8 @@ def run(
             from anabranch.launch.ray.ray_engine import parse_resources
 
             spec = replace(spec, resources=parse_resources(resources))
+    with plain_errors("--directory"):
+        spec = replace(spec, directory=directory)
         if directory is not None and is_redis_url(directory):
             RedisLink(directory, _ASK_SECONDS).run(lambda client: client.time(), "directory.time")
     _tell_of_options(

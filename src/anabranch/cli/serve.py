@@ -140,7 +140,7 @@ def directory(
 
     with plain_errors():
         make = partial(DirectoryServer, listen, keys=keys, insecure=insecure, heartbeat=heartbeat)
-        _serve(make, "directory_metrics", metrics, linger)
+        _serve(make, "directory_metrics", metrics, linger, "serving a directory of experts")
 
 
 @serve.command()
@@ -203,7 +203,7 @@ def _state(saved: Sequence[object], served: Sequence[object]) -> str:
     return f"{len(saved)} restored, {len(served) - len(saved)} new"
 
 
-def _serve(make: Callable[[], Any], families: str, address: str | None, linger: float, text: str = "") -> None:
+def _serve(make: Callable[[], Any], families: str, address: str | None, linger: float, text: str) -> None:
     """Serve until a signal, with the server's metrics at ``address``, if there is one; ``text`` says what is served."""
     from anabranch import observe
     from anabranch.transport.server.service import serve_until_stopped
@@ -213,8 +213,7 @@ def _serve(make: Callable[[], Any], families: str, address: str | None, linger: 
     @contextmanager
     def beside(server: Any) -> Iterator[None]:
         with nullcontext() if address is None else observe.serve_metrics(address, lambda: read(server)):
-            if text:  # behind all that may be refused, such as TCP without keys
-                tell(text)
+            tell(text)  # behind all that may be refused, such as TCP without keys
             yield
 
     serve_until_stopped(make, beside, linger=linger)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -66,6 +67,10 @@ def serve(
 def _serve_here(job: Job, make: MakeBackends, options: dict[str, Any]) -> NoReturn:
     if job.directory is None:
         raise ValueError("an expert process announces itself in a directory; name one in ANABRANCH_DIRECTORY")
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError(
+            "call job.serve in the main thread, which alone receives the signal that ends an expert process"
+        )
     directory = as_directory(job.directory, role="experts", keys=options["keys"], insecure=options["insecure"])
     options["directory"] = _MarkedDirectory(directory, f"{_marks()}.{job.rank}")
     options["listen"] = options["listen"] or os.environ.get(LISTEN_VARIABLE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +19,7 @@ from anabranch.experts.client.calls import ExpertCall
 from anabranch.experts.directory import DirectoryLike, within
 from anabranch.experts.wire import Schema
 from anabranch.transport import Answer, Client, Request
+from anabranch.transport.announcements import prefixes_of
 from anabranch.transport.client import ModuleClient
 from anabranch.transport.failures import printable
 
@@ -27,6 +28,7 @@ _log = logging.getLogger("anabranch.experts")
 GONE = (PeerLost, NotFound)
 """Errors of an expert whose server has gone."""
 
+_WITHDRAWN = "the directory no longer lists them"
 _PATIENCE = 2
 _SHORTEST_BREAK = 0.5
 _LONGEST_BREAK = 10.0
@@ -82,8 +84,7 @@ class ExpertFinder:
         form: the schema of most of the experts first called.
         misfits: why experts are left out because of their form; each has been named in a warning.
         answered: the experts that have answered a forward.
-        gone: those of them that did not answer when last called, because their server had gone.
-        waits: a warning has said that a forward waits for them.
+        gone: those of them whose server had gone when last called, or that the directory no longer lists.
     """
 
     def __init__(self, directory: DirectoryLike, module_client: ModuleClient) -> None:
@@ -94,7 +95,7 @@ class ExpertFinder:
         self.misfits: dict[str, str] = {}
         self.answered: set[str] = set()
         self.gone: set[str] = set()
-        self.waits = False
+        self._active: dict[str, list[int]] = {}  # as last answered
         self._schemas: dict[tuple[str, str], Schema] = {}
 
     def __deepcopy__(self, memo: dict[int, object]) -> ExpertFinder:
@@ -131,26 +132,41 @@ class ExpertFinder:
             if (uid, endpoint) in self._schemas
         }
 
+    def active(self, prefixes: Sequence[str], deadline: Deadline) -> dict[str, list[int]]:
+        """Return the directory's indices below each of ``prefixes``; warn of experts withdrawn since they answered."""
+        active = within(self.directory, deadline).active(prefixes)
+        past = self._active
+        left = {(one, index) for one in prefixes for index in set(past.get(one, ())).difference(active.get(one, ()))}
+        past |= active
+        if left:
+            self._warn_gone({uid: _WITHDRAWN for uid in [*self.answered] if left.intersection(prefixes_of(uid))})
+        return active
+
     def note_gone(self, calls: Iterable[ExpertCall]) -> None:
         """Note the outcomes of forwards; warn of experts that have gone, and of those that are back."""
-        lost = {call.uid: call.error for call in calls if isinstance(call.error, GONE) and call.uid not in self.gone}
         back = sorted(call.uid for call in calls if call.answered and call.uid in self.gone)
         self.answered |= {call.uid for call in calls if call.answered}
-        if lost := {uid: error for uid, error in lost.items() if uid in self.answered}:
-            why = printable(str(next(iter(lost.values()))))
-            _log.warning("experts have gone: %s (%s); the mixture goes on with the others", ", ".join(lost), why)
-            self.gone |= set(lost)
+        self._warn_gone({call.uid: str(call.error) for call in calls if isinstance(call.error, GONE)})
         if back:
             _log.warning("experts are back: %s", ", ".join(back))
             self.gone -= set(back)
-            self.waits = False
+
+    def _warn_gone(self, why: Mapping[str, str]) -> None:
+        """Warn of the experts in ``why`` that have answered before, once until they are back."""
+        lost = sorted(why.keys() & self.answered - self.gone)
+        if lost:
+            text = printable(why[lost[0]])
+            _log.warning("experts have gone: %s (%s); the mixture goes on with the others", ", ".join(lost), text)
+            self.gone |= set(lost)
 
     def some_away(self, deadline: Deadline) -> bool:
         """Return True if an expert that has answered before has gone, was withdrawn, or is avoided."""
         answered = [*self.answered]  # a copy: other threads' forwards change it
         if self.gone or self.backoff.now().intersection(answered):
             return True
-        return len(within(self.directory, deadline).lookup(answered)) < len(answered)
+        listed = within(self.directory, deadline).lookup(answered)
+        self._warn_gone(dict.fromkeys(set(answered).difference(listed), _WITHDRAWN))
+        return bool(self.gone)
 
     def retry_gone(self) -> None:
         """Avoid those no longer that have gone: one of them may be back."""
@@ -193,7 +209,7 @@ class Choices:
 
 
 def beam_search(
-    directory: DirectoryLike,
+    active: Callable[[Sequence[str]], Mapping[str, Sequence[int]]],
     uid_prefix: str,
     scores: Sequence[NDArray[np.float64]],
     k: int,
@@ -204,12 +220,12 @@ def beam_search(
     >>> from anabranch.experts import Directory
     >>> directory = Directory()
     >>> directory.announce(["ffn.0.0", "ffn.0.1", "ffn.1.1"], "unix:/run/experts", ttl=30.0)
-    >>> found = beam_search(directory, "ffn", [np.array([[0.0, 1.0]]), np.array([[5.0, 0.0]])], k=2)
+    >>> found = beam_search(directory.active, "ffn", [np.array([[0.0, 1.0]]), np.array([[5.0, 0.0]])], k=2)
     >>> [found.uids[slot] for slot in found.slots[0]]
     ['ffn.0.0', 'ffn.1.1']
 
     Args:
-        directory: finds the announced experts.
+        active: of a directory: finds the announced experts.
         uid_prefix: of all uids.
         scores: for each dimension of the grid, of shape (rows, size of the dimension).
         k: experts a row.
@@ -226,7 +242,7 @@ def beam_search(
         last = dimension == len(scores) - 1
         # Each avoided expert may rule out one prefix that is better than those of the experts to be found.
         width = k if last else k + len(avoid)
-        known_PG = _known(directory, prefixes, size, avoid if last else ())
+        known_PG = _known(active(prefixes), prefixes, size, avoid if last else ())
         candidate_RKG = np.where(known_PG[beam_RK], score_RK[:, :, None] + grid_RG[:, None, :], -np.inf)
         flat = candidate_RKG.reshape(rows, beam_RK.shape[1] * size)
         if last:
@@ -251,8 +267,9 @@ def beam_search(
     return Choices(prefixes, np.where(np.isfinite(score_RK), beam_RK, -1), coordinates_RKD)
 
 
-def _known(directory: DirectoryLike, prefixes: Sequence[str], size: int, avoid: Collection[str]) -> NDArray[np.bool_]:
-    active = directory.active(prefixes)
+def _known(
+    active: Mapping[str, Sequence[int]], prefixes: Sequence[str], size: int, avoid: Collection[str]
+) -> NDArray[np.bool_]:
     known = np.zeros((len(prefixes), size), dtype=np.bool_)
     for position, prefix in enumerate(prefixes):
         known[position, [index for index in active.get(prefix, ()) if index < size]] = True

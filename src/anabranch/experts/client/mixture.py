@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Real
 from typing import Any, cast
 
@@ -50,7 +51,7 @@ from anabranch.experts.client.calls import (
 )
 from anabranch.experts.client.finder import GONE, Choices, ExpertFinder, Phase, beam_search
 from anabranch.experts.client.remote_expert import RemoteModule
-from anabranch.experts.directory import Directory, DirectoryLike, as_directory, within
+from anabranch.experts.directory import DirectoryLike, as_directory, within
 from anabranch.experts.wire import Nesting, Schema, outline, with_leading
 from anabranch.tensors import Structure, TensorSpec
 from anabranch.transport import Client
@@ -446,10 +447,10 @@ class RemoteMixtureOfExperts(RemoteModule):
         arrays = [grid.detach().double().cpu().numpy() for grid in scores]
         if not all(np.isfinite(array).all() for array in arrays):
             raise NonFinite("the gate's scores hold NaN or Inf; check its inputs and weights")
-        directory = within(self._finder.directory, forward.deadline)
+        active = partial(self._finder.active, deadline=forward.deadline)
         avoid = self._finder.backoff.now().union(failed)
         while True:
-            choices = beam_search(directory, self.uid_prefix, arrays, self.k_best, avoid)
+            choices = beam_search(active, self.uid_prefix, arrays, self.k_best, avoid)
             experts = self._finder.find(choices.uids, forward.deadline)
             misfits = self._leave_out(forward, experts)
             if not misfits:
@@ -465,6 +466,7 @@ class RemoteMixtureOfExperts(RemoteModule):
         choices, experts = self._choose(forward, scores, ())
         self._call(forward, choices, choices.slots >= 0, experts)
         failed: set[str] = set()
+        waits = False
         for attempt in itertools.count(1):
             short = forward.present(choices).sum(axis=1) < self.k_min
             if not short.any() or self.allow_zero_outputs:
@@ -474,6 +476,9 @@ class RemoteMixtureOfExperts(RemoteModule):
                 if attempt >= _ROUNDS or not silent:
                     if deadline.expired() or not self._may_come_back(forward):
                         break
+                    if not waits:
+                        waits = True
+                        _log.warning("too few experts of %s answer; waiting until they are back", self.uid_prefix)
                     time.sleep(min(_PAUSE, deadline.remaining()))
                     silent = set()
                     failed.clear()
@@ -488,15 +493,9 @@ class RemoteMixtureOfExperts(RemoteModule):
 
     def _may_come_back(self, forward: _Forward) -> bool:
         """Return True if rows are short of answers only because experts are away that were there before."""
-        finder = self._finder
         if any(call.error is not None and not isinstance(call.error, GONE) for call in forward.answers):
             return False
-        if not finder.some_away(forward.deadline):
-            return False
-        if not finder.waits:
-            finder.waits = True
-            _log.warning("too few experts of %s answer; waiting until they are back", self.uid_prefix)
-        return True
+        return self._finder.some_away(forward.deadline)
 
     def _call(self, forward: _Forward, choices: Choices, which: NDArray[np.bool_], experts: Experts) -> None:
         """Call the experts of the slots that are true in ``which``, each once for all its rows."""
@@ -647,7 +646,7 @@ class RemoteMixtureOfExperts(RemoteModule):
         says = f"the directory lists no expert {self.uid_prefix}{grid}"
         if directory.active([self.uid_prefix]).get(self.uid_prefix):
             return f"of the experts {self.uid_prefix}{grid} that the directory lists none answers"
-        if isinstance(directory, Directory):
+        if hasattr(directory, "announced"):  # as ours have; a DirectoryLike need not
             some = itertools.islice(directory.announced(), _SOME)
             kinds = sorted({re.sub(r"\.\d+", ".*", one.uid) for one in some})
             says += f"; it lists {', '.join(kinds[:_NAMED]) or 'none at all'}{' and more' if kinds[_NAMED:] else ''}"
