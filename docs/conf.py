@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
-from docutils.parsers.rst import directives
 from sphinx.application import Sphinx
+from sphinx.transforms import SphinxTransform
 from sphinx.util import logging
-from sphinx.util.docutils import SphinxDirective
 
 import anabranch
 
@@ -155,25 +154,26 @@ def _is_foreign(where: str, package: str) -> bool:
     )
 
 
-class Picture(SphinxDirective):
-    """An SVG of ``pictures`` in the page itself, so that its lines and words have the colour of the page's text."""
+class Pictures(SphinxTransform):
+    """Put an SVG, with the paragraph below it as its caption, into the page itself, so that it has the page's colours."""
 
-    required_arguments = 1
-    has_content = True
-    option_spec = {"alt": directives.unchanged_required}  # noqa: RUF012  # as docutils wants it
+    default_priority = 200  # before Sphinx numbers figures and collects images
 
-    def run(self) -> list[nodes.Node]:
-        path = HERE / "pictures" / self.arguments[0]
-        self.env.note_dependency(str(path))
-        label = html.escape(self.options["alt"])
-        drawn = path.read_text().replace(
-            'role="img"', f'role="img" aria-label="{label}"', 1
-        )
-        figure = nodes.figure(classes=["picture"])
-        figure += nodes.raw("", drawn, format="html")
-        words, _ = self.parse_inline(" ".join(self.content))
-        figure += nodes.caption("", "", *words)
-        return [figure]
+    def apply(self, **_: object) -> None:
+        for image in list(self.document.findall(nodes.image)):
+            path = Path(self.document["source"]).parent / image["uri"]
+            if path.suffix == ".svg":
+                self.env.note_dependency(str(path))
+                label = html.escape(image["alt"])
+                drawn = path.read_text().replace(
+                    'role="img"', f'role="img" aria-label="{label}"', 1
+                )
+                words = image.parent.next_node(descend=False, siblings=True)
+                words.parent.remove(words)
+                figure = nodes.figure(classes=["picture"])
+                figure += nodes.raw("", drawn, format="html")
+                figure += nodes.caption("", "", *words.children)
+                image.parent.replace_self(figure)
 
 
 def add_card(
@@ -237,7 +237,7 @@ def leave_notes_out(
 
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
-    app.add_directive("picture", Picture)
+    app.add_transform(Pictures)
     app.connect("builder-inited", write_reference)
     app.connect("autodoc-process-docstring", leave_notes_out)
     app.connect("html-page-context", add_card)
