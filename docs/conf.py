@@ -6,6 +6,7 @@ import html
 import importlib
 import os
 import pkgutil
+import re
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,26 @@ def check_searches(app: Sphinx, failure: Exception | None) -> None:
                 )
 
 
+def check_figures(app: Sphinx, failure: Exception | None) -> None:
+    """Complain of a figure without a caption, and of one whose caption goes on where its description was cut."""
+    for path in Path(app.outdir).rglob("*.html"):
+        for figure in path.read_text().split('<figure class="picture')[1:]:
+            match = re.search(
+                r'aria-label="(.*?)".*?caption-text">(.*?)</p>', figure, re.DOTALL
+            )
+            alt, caption = (
+                re.sub("<.*?>", "", part).strip(" \n¶") for part in match.groups()
+            )
+            tails = [alt.split(" ", n)[-1] for n in range(alt.count(" ") + 1)]
+            if not alt.endswith(".") or not caption or caption.startswith(tuple(tails)):
+                logging.getLogger(__name__).warning(
+                    "%s: a figure's caption %r beside the description %r",
+                    path,
+                    caption,
+                    alt,
+                )
+
+
 def leave_notes_out(
     app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]
 ) -> None:
@@ -242,3 +263,4 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", leave_notes_out)
     app.connect("html-page-context", add_card)
     app.connect("build-finished", check_searches)
+    app.connect("build-finished", check_figures)
