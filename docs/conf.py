@@ -86,7 +86,7 @@ def write_reference(app: Sphinx) -> None:
     names = [
         name
         for name, module in zip(MODULES, found, strict=True)
-        if hasattr(module, "__all__") or module.__name__ in homes
+        if getattr(module, "__all__", module.__name__ in homes)
     ]
     pages = {f"{name}.md": page(name) for name in names}
     pages["_names.md"] = table_of_names()

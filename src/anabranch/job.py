@@ -1,7 +1,6 @@
 """The facts of the job this process belongs to: its rank and role among the workers, and where the services are.
 
 Read from the environment that ``anabranch run`` and ``torchrun`` set; without one the process is a job of one worker.
-``serve`` and ``grid`` need packages that depend on this module: ``launch`` provides it.
 ``anabranch.job`` is the function, as users call it; other names of this module come by ``from anabranch.job import``.
 """
 
@@ -84,11 +83,12 @@ Serve = Callable[..., DirectoryLike]
 MakeGrid = Callable[["Job", int, int], Grid]
 """The function behind ``Job.grid``."""
 
+# ``Job.serve`` and ``Job.grid`` need ``launch``, which depends on this module: ``anabranch/__init__.py`` provides them.
 _provider: Callable[[], tuple[Serve, MakeGrid]]
 
 
-def provide(provider: Callable[[], tuple[Serve, MakeGrid]]) -> None:
-    """Says where ``Job.serve`` and ``Job.grid`` are found, once they are needed: above all that they depend on."""
+def _provide(provider: Callable[[], tuple[Serve, MakeGrid]]) -> None:
+    """Set where ``Job.serve`` and ``Job.grid`` are imported from at their first call."""
     global _provider
     _provider = provider
 

@@ -19,6 +19,16 @@ def conf() -> dict[str, Any]:
     return runpy.run_path(str(DOCS / "conf.py"))
 
 
+def test_the_reference_has_a_page_for_what_exports_names(
+    conf: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(conf["write_reference"].__globals__, "REFERENCE", tmp_path)
+    conf["write_reference"](None)
+    assert {"graph.md", "job.md", "_names.md"} <= {path.name for path in tmp_path.iterdir()}
+    assert not (tmp_path / "liveness.md").exists()  # its __all__ is empty
+    assert "provide" not in (tmp_path / "job.md").read_text()
+
+
 class Complaints:
     def __init__(self) -> None:
         self.told: list[str] = []
