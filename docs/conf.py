@@ -6,15 +6,15 @@ import html
 import importlib
 import os
 import pkgutil
+import re
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
 from docutils import nodes
-from docutils.parsers.rst import directives
 from sphinx.application import Sphinx
+from sphinx.transforms import SphinxTransform
 from sphinx.util import logging
-from sphinx.util.docutils import SphinxDirective
 
 import anabranch
 
@@ -86,7 +86,7 @@ def write_reference(app: Sphinx) -> None:
     names = [
         name
         for name, module in zip(MODULES, found, strict=True)
-        if hasattr(module, "__all__") or module.__name__ in homes
+        if getattr(module, "__all__", module.__name__ in homes)
     ]
     pages = {f"{name}.md": page(name) for name in names}
     pages["_names.md"] = table_of_names()
@@ -155,25 +155,26 @@ def _is_foreign(where: str, package: str) -> bool:
     )
 
 
-class Picture(SphinxDirective):
-    """An SVG of ``pictures`` in the page itself, so that its lines and words have the colour of the page's text."""
+class Pictures(SphinxTransform):
+    """Put an SVG, with the paragraph below it as its caption, into the page itself, so that it has the page's colours."""
 
-    required_arguments = 1
-    has_content = True
-    option_spec = {"alt": directives.unchanged_required}  # noqa: RUF012  # as docutils wants it
+    default_priority = 200  # before Sphinx numbers figures and collects images
 
-    def run(self) -> list[nodes.Node]:
-        path = HERE / "pictures" / self.arguments[0]
-        self.env.note_dependency(str(path))
-        label = html.escape(self.options["alt"])
-        drawn = path.read_text().replace(
-            'role="img"', f'role="img" aria-label="{label}"', 1
-        )
-        figure = nodes.figure(classes=["picture"])
-        figure += nodes.raw("", drawn, format="html")
-        words, _ = self.parse_inline(" ".join(self.content))
-        figure += nodes.caption("", "", *words)
-        return [figure]
+    def apply(self, **_: object) -> None:
+        for image in list(self.document.findall(nodes.image)):
+            path = Path(self.document["source"]).parent / image["uri"]
+            if path.suffix == ".svg":
+                self.env.note_dependency(str(path))
+                label = html.escape(image["alt"])
+                drawn = path.read_text().replace(
+                    'role="img"', f'role="img" aria-label="{label}"', 1
+                )
+                words = image.parent.next_node(descend=False, siblings=True)
+                words.parent.remove(words)
+                figure = nodes.figure(classes=["picture"])
+                figure += nodes.raw("", drawn, format="html")
+                figure += nodes.caption("", "", *words.children)
+                image.parent.replace_self(figure)
 
 
 def add_card(
@@ -226,6 +227,26 @@ def check_searches(app: Sphinx, failure: Exception | None) -> None:
                 )
 
 
+def check_figures(app: Sphinx, failure: Exception | None) -> None:
+    """Complain of a figure without a caption, and of one whose caption goes on where its description was cut."""
+    for path in Path(app.outdir).rglob("*.html"):
+        for figure in path.read_text().split('<figure class="picture')[1:]:
+            match = re.search(
+                r'aria-label="(.*?)".*?caption-text">(.*?)</p>', figure, re.DOTALL
+            )
+            alt, caption = (
+                re.sub("<.*?>", "", part).strip(" \n¶") for part in match.groups()
+            )
+            tails = [alt.split(" ", n)[-1] for n in range(alt.count(" ") + 1)]
+            if not alt.endswith(".") or not caption or caption.startswith(tuple(tails)):
+                logging.getLogger(__name__).warning(
+                    "%s: a figure's caption %r beside the description %r",
+                    path,
+                    caption,
+                    alt,
+                )
+
+
 def leave_notes_out(
     app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]
 ) -> None:
@@ -237,8 +258,9 @@ def leave_notes_out(
 
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
-    app.add_directive("picture", Picture)
+    app.add_transform(Pictures)
     app.connect("builder-inited", write_reference)
     app.connect("autodoc-process-docstring", leave_notes_out)
     app.connect("html-page-context", add_card)
     app.connect("build-finished", check_searches)
+    app.connect("build-finished", check_figures)

@@ -80,12 +80,18 @@ def comm_mode(text: str) -> str:
     return modes[text.lower()]
 
 
-def add_usual(parser: argparse.ArgumentParser, *, steps: int, out: str, evaluations: str = "a fifth") -> None:
-    """Return the options that every example has."""
+def add_first(parser: argparse.ArgumentParser, *, steps: int, out: str) -> None:
+    """Add the options that every example has."""
     add = parser.add_argument
     add("--steps", type=at_least_one, default=steps, help="optimizer steps (%(default)s)")
     add("--seed", type=from_zero, default=0, help="of the model and of all that is drawn (%(default)s)")
-    add("--out", type=Path, default=Path(out), help="the checkpoint goes there (%(default)s)")
+    add("--out", type=Path, default=Path(out), help="the run is written there (%(default)s)")
+
+
+def add_usual(parser: argparse.ArgumentParser, *, steps: int, out: str, evaluations: str = "a fifth") -> None:
+    """Add the options of every example that saves checkpoints."""
+    add_first(parser, steps=steps, out=out)
+    add = parser.add_argument
     add("--comm-mode", type=comm_mode, help=f"{', '.join(MODES)} (Hybrid with servers, AllReduce with several workers)")
     add("--engine", choices=["tape", "graph"], default="tape", help="how steps are run (%(default)s)")
     add("--evaluate-every", type=at_least_one, metavar="STEPS", help=f"({evaluations} of all steps)")
@@ -148,7 +154,7 @@ def stopped_by_signals(executor: ab.Executor) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def reported(run: Callable[[], Mapping[str, object]]) -> int:
+def reported(run: Callable[[], Mapping[str, object]], *, resumes: bool = True) -> int:
     """Run, and print the last line on whoever is rank 0 at the end; returns the exit code."""
     try:
         result = run()
@@ -161,7 +167,7 @@ def reported(run: Callable[[], Mapping[str, object]]) -> int:
         return stopped.code
     except KeyboardInterrupt:
         if ab.job().rank == 0:
-            print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+            print("stopped" + "; the same command goes on from the last checkpoint" * resumes, file=sys.stderr)
         return 130
     if ab.job().rank == 0:
         line = json.dumps(dict(result))

@@ -15,13 +15,12 @@
 The script trains twice: undisturbed and alone, with all experts in this process, then on the four servers, of which one
 is killed (``kill -9``) after a third of the steps; after half of them it is back, started again by the script or by the
 job's launcher. It says how both ended. Experts are saved every half second, so the one that comes back has nearly all
-of what it had learned. Writes ``accuracy.json`` into ``--out``.
+of what it had learned. Writes ``result.json`` into ``--out``.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import signal
@@ -36,6 +35,7 @@ from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
+from _run import add_first, reported
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from sklearn.datasets import load_digits
@@ -337,17 +337,27 @@ def train_disturbed(
     return train(directory, steps, seed, "disturbed", between, "AllReduce" if ab.job().workers > 1 else None)
 
 
-def main() -> None:
+def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
+    options.out.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        if job.experts:
+            names, servers = job_servers(job, options.seed, options.out)
+        else:
+            names, servers = stack.enter_context(own_servers(options.seed))
+        calm = {} if job.joined else undisturbed(options.steps, options.seed)  # the others do not wait for that again
+        result = train_disturbed(names, servers, options.steps, options.seed)
+    return {**result, "undisturbed_accuracy": calm.get("accuracy"), "out": str(options.out)}
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300, help="training steps (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
-    parser.add_argument("--out", type=Path, default=Path("runs/mixture_of_experts"), help="where to write")
+    add_first(parser, steps=300, out="runs/mixture_of_experts")
     parser.add_argument("--serve", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         index, seed, directory, saved = options.serve
         serve(int(index), int(seed), directory, saved)
-        return
+        return 0
     torch.set_num_threads(1)
     job = ab.job()
     if job.workers > 1 and not job.experts:
@@ -356,23 +366,8 @@ def main() -> None:
         parser.error(
             f"{job.experts} expert processes: the grid has {SERVERS} rows; start the job with --experts {SERVERS}"
         )
-    options.out.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        if job.experts:
-            names, servers = job_servers(job, options.seed, options.out)
-        else:
-            names, servers = stack.enter_context(own_servers(options.seed))
-        calm = {} if job.joined else undisturbed(options.steps, options.seed)  # the others do not wait for that again
-        result: dict[str, object] = {"example": "mixture_of_experts", "steps": options.steps, "seed": options.seed}
-        result |= train_disturbed(names, servers, options.steps, options.seed)
-        result["undisturbed_accuracy"] = calm.get("accuracy")
-    if ab.job().rank == 0:
-        (options.out / "accuracy.json").write_text(json.dumps(result))
-        print(json.dumps(result))
+    return reported(lambda: run(options, job), resumes=False)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    sys.exit(main())

@@ -12,13 +12,15 @@
     stage 1            ┌ pop "8x8"                      ┌ pop "4x4"   │
               8x8 ── up ──────────────────── 4x4 ── up ───────────── 2x2
 
-Writes into ``--out``: ``digits.png`` (noisy, denoised, clean), ``loss.png``, ``schedule.svg`` and ``losses.json``.
+Writes into ``--out``: ``digits.png`` (noisy, denoised, clean), ``loss.png``, ``schedule.svg``, ``losses.json`` and
+``result.json``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from _run import add_first, reported
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -135,20 +138,10 @@ def show(out: Path, losses: list[float], rows: list[Tensor]) -> None:
     print(f"pictures: {out / 'digits.png'}, {out / 'loss.png'}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("runs/unet"))
-    parser.add_argument("--comm-mode", default=None, help="said to be unused: workers are stages, none holds a copy")
-    parser.add_argument("--chunks", type=int, default=4, help="microbatches a batch")
-    parser.add_argument("--schedule", default="1F1B", choices=["GPipe", "1F1B", "ZB1P"])
-    arguments = parser.parse_args()
+def run(options: argparse.Namespace) -> dict[str, object]:
     torch.set_num_threads(1)
-    torch.manual_seed(arguments.seed)
+    torch.manual_seed(options.seed)
     job = ab.job()
-    if arguments.comm_mode is not None and job.rank == 0:
-        print(f"--comm-mode {arguments.comm_mode} has nothing to do here: each worker is a stage, none holds a copy")
     if job.world_size > max(BALANCE):
         raise SystemExit(f"this U-Net has at most {max(BALANCE)} stages, the job has {job.world_size} workers")
     balance = BALANCE[job.world_size if job.world_size > 1 else 2]
@@ -157,30 +150,37 @@ def main() -> None:
         dist.init_process_group("gloo")
         group = dist.group.WORLD
     pictures, shown = digits()
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    options.out.mkdir(parents=True, exist_ok=True)
     with ab.Pipe(
-        unet(), balance, chunks=arguments.chunks, schedule=arguments.schedule, process_group=group, seed=arguments.seed
+        unet(), balance, chunks=options.chunks, schedule=options.schedule, process_group=group, seed=options.seed
     ) as pipe:
-        losses = train(pipe, pictures, arguments.steps, arguments.seed)
-        noisy = shown + 0.4 * torch.randn(shown.shape, generator=torch.Generator().manual_seed(arguments.seed + 1))
+        losses = train(pipe, pictures, options.steps, options.seed)
+        noisy = shown + 0.4 * torch.randn(shown.shape, generator=torch.Generator().manual_seed(options.seed + 1))
         with torch.no_grad():
             denoised = from_rank(pipe.output_rank, pipe(noisy), torch.zeros_like(noisy))
         print(pipe.describe())
     if job.rank == 0:
-        schedule = make_schedule(arguments.schedule, len(balance), arguments.chunks)
+        schedule = make_schedule(options.schedule, len(balance), options.chunks)
         print(draw(schedule))
-        save_picture(schedule, arguments.out / "schedule.svg")
-        print(f"picture of the schedule: {arguments.out / 'schedule.svg'}")
-        (arguments.out / "losses.json").write_text(json.dumps(losses))
-        show(arguments.out, losses, [noisy, denoised, shown])
-        before, after = (float(F.mse_loss(picture, shown)) for picture in (noisy, denoised))
-        print(
-            json.dumps({"steps": len(losses), "loss": losses[-1], "noisy_error": before, "denoised_error": after}),
-            flush=True,
-        )
+        save_picture(schedule, options.out / "schedule.svg")
+        print(f"picture of the schedule: {options.out / 'schedule.svg'}")
+        (options.out / "losses.json").write_text(json.dumps(losses))
+        show(options.out, losses, [noisy, denoised, shown])
+    before, after = (float(F.mse_loss(picture, shown)) for picture in (noisy, denoised))
     if group is not None:
         dist.destroy_process_group()
+    result = {"loss": losses[-1], "noisy_error": before, "denoised_error": after}
+    return {"steps": len(losses), **result, "out": str(options.out)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_first(parser, steps=200, out="runs/unet")
+    parser.add_argument("--chunks", type=int, default=4, help="microbatches a batch")
+    parser.add_argument("--schedule", default="1F1B", choices=["GPipe", "1F1B", "ZB1P"])
+    options = parser.parse_args()
+    return reported(lambda: run(options), resumes=False)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from anabranch._lazy import lazy_names
 from anabranch.held_error import hold_back_errors
-from anabranch.job import Job, MakeGrid, Serve, job, provide  # at once: the function has its module's name
+from anabranch.job import Job, MakeGrid, Serve, _provide, job  # at once: the function has its module's name
 from anabranch.record.process import record_process
 
 __version__ = "0.1.0.dev0"
@@ -170,7 +170,7 @@ def _job_functions() -> tuple[Serve, MakeGrid]:
     return serve, make_grid
 
 
-provide(_job_functions)
+_provide(_job_functions)
 
 hold_back_errors()
 record_process()

@@ -3,30 +3,30 @@
 ::
 
     Exception
-    ├── AnabranchError                 something Anabranch was asked to do did not happen
-    │   ├── BoundaryError              an operation across a boundary failed (peer, operation, step, elapsed)
-    │   │   ├── DeadlineExceeded       no answer before the deadline
-    │   │   ├── PeerLost               the far side died, froze or closed the connection
-    │   │   ├── Overloaded             the far side is alive and declined: its queues are full
-    │   │   ├── RolledBack             a server came back without changes that it had acknowledged (lost)
-    │   │   ├── Unauthorized           no certificate, a foreign or expired one, or the wrong role
-    │   │   ├── ProtocolError          bytes that are not a frame of this protocol
-    │   │   └── RemoteError            the far side raised (remote_type, remote_traceback)
-    │   ├── CaptureError               the graph engine cannot represent this step faithfully
-    │   ├── CheckpointError            a checkpoint is torn, damaged or of another model
-    │   ├── PipelineError              another stage failed (stage, microbatch, phase)
-    │   └── WorkersDiffer              parameters that are the same on all workers are not (parameters, ranks, steps)
-    ├── ValueError                     the caller's value is wrong; the message names it and the cure
-    │   ├── ForkedClient               a client of another process, which was forked
-    │   ├── LostUpdate                 a change by hand that the servers' values would overwrite
-    │   ├── NotFound                   an unknown uid, table or verb
-    │   │   ├── ActivationsGone        an expert has not kept what a backward refers to
-    │   │   └── SessionGone            a server no longer keeps the sequence of an inference session
-    │   ├── NonFinite                  NaN or Inf where numbers must be finite
-    │   └── SchemaError                structure, shape or dtype differ from what was declared
-    │       └── AnotherSchema          an expert came back with another schema than its caller knows
+    ├── AnabranchError             something Anabranch was asked to do did not happen
+    │   ├── BoundaryError          failed across a boundary (peer, operation, step, elapsed)
+    │   │   ├── DeadlineExceeded   no answer before the deadline
+    │   │   ├── PeerLost           the far side died, froze or closed the connection
+    │   │   ├── Overloaded         the far side is alive and declined: its queues are full
+    │   │   ├── RolledBack         a server lost changes that it had acknowledged (lost)
+    │   │   ├── Unauthorized       no certificate, a foreign or expired one, a wrong role
+    │   │   ├── ProtocolError      bytes that are not a frame of this protocol
+    │   │   └── RemoteError        the far side raised (remote_type, remote_traceback)
+    │   ├── CaptureError           the graph engine cannot represent this step faithfully
+    │   ├── CheckpointError        a checkpoint is torn, damaged or of another model
+    │   ├── PipelineError          another stage failed (stage, microbatch, phase)
+    │   └── WorkersDiffer          workers' parameters differ (parameters, ranks, steps)
+    ├── ValueError                 a wrong value; the message names it and the cure
+    │   ├── ForkedClient           a client of another process, which was forked
+    │   ├── LostUpdate             a change by hand that the servers' values would overwrite
+    │   ├── NotFound               an unknown uid, table or verb
+    │   │   ├── ActivationsGone    an expert has not kept what a backward refers to
+    │   │   └── SessionGone        a server no longer keeps an inference session's sequence
+    │   ├── NonFinite              NaN or Inf where numbers must be finite
+    │   └── SchemaError            structure, shape or dtype differ from what was declared
+    │       └── AnotherSchema      an expert came back with another schema than known
     └── TypeError
-        └── SkipError                  skip connections that do not match
+        └── SkipError              skip connections that do not match
 
 A mistake of the caller is a ``ValueError`` or ``TypeError``; catching ``AnabranchError`` catches what may happen to
 a correct program, and nothing else.
@@ -53,7 +53,8 @@ class Where(TypedDict, total=False):
 class BoundaryError(AnabranchError):
     """An operation across a boundary failed.
 
-    >>> error = BoundaryError("all peers were busy", peer="rank 1", operation="all_reduce", step=7, elapsed=2.0)
+    >>> facts = {"peer": "rank 1", "operation": "all_reduce", "step": 7, "elapsed": 2.0}
+    >>> error = BoundaryError("all peers were busy", **facts)
     >>> str(error)
     'all peers were busy (peer rank 1, operation all_reduce, step 7, after 2.000 s)'
 

@@ -1,7 +1,6 @@
 """The facts of the job this process belongs to: its rank and role among the workers, and where the services are.
 
 Read from the environment that ``anabranch run`` and ``torchrun`` set; without one the process is a job of one worker.
-``serve`` and ``grid`` need packages that depend on this module: ``launch`` provides it.
 ``anabranch.job`` is the function, as users call it; other names of this module come by ``from anabranch.job import``.
 """
 
@@ -84,11 +83,12 @@ Serve = Callable[..., DirectoryLike]
 MakeGrid = Callable[["Job", int, int], Grid]
 """The function behind ``Job.grid``."""
 
+# ``Job.serve`` and ``Job.grid`` need ``launch``, which depends on this module: ``anabranch/__init__.py`` provides them.
 _provider: Callable[[], tuple[Serve, MakeGrid]]
 
 
-def provide(provider: Callable[[], tuple[Serve, MakeGrid]]) -> None:
-    """Says where ``Job.serve`` and ``Job.grid`` are found, once they are needed: above all that they depend on."""
+def _provide(provider: Callable[[], tuple[Serve, MakeGrid]]) -> None:
+    """Set where ``Job.serve`` and ``Job.grid`` are imported from at their first call."""
     global _provider
     _provider = provider
 
@@ -136,10 +136,12 @@ class Job:
 
         >>> import torch, anabranch as ab
         >>> def make_backends(index, count):
-        ...     return [ab.ExpertBackend(f"double.{index}", torch.nn.Identity(), args_schema=[ab.TensorSpec(2)])]
-        >>> directory = ab.job().serve(make_backends)  # alone: served by threads of this process, until it ends
-        >>> directory.active(["double"])
-        {'double': [0]}
+        ...     module, schema = torch.nn.Identity(), [ab.TensorSpec(2)]
+        ...     return [ab.ExpertBackend(f"same.{index}", module, args_schema=schema)]
+        >>> # alone: served by threads of this process, until it ends
+        >>> directory = ab.job().serve(make_backends)
+        >>> directory.active(["same"])
+        {'same': [0]}
 
         Call it at the same place in all processes, before anything that the workers do together: an expert process
         never comes back from it. It ends on SIGTERM, once it has answered what it was asked and has saved.
@@ -198,8 +200,9 @@ class Job:
 def job(environment: Mapping[str, str] | None = None) -> Job:
     """Return the job this process belongs to.
 
-    >>> job({})
-    Job(rank=0, world_size=1, local_rank=0, role='worker', servers=(), experts=0, directory=None)
+    >>> job({})  # doctest: +NORMALIZE_WHITESPACE
+    Job(rank=0, world_size=1, local_rank=0,
+        role='worker', servers=(), experts=0, directory=None)
     >>> job({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}).rank
     3
 

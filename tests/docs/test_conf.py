@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,16 @@ from pages import DOCS
 @pytest.fixture(scope="module")
 def conf() -> dict[str, Any]:
     return runpy.run_path(str(DOCS / "conf.py"))
+
+
+def test_the_reference_has_a_page_for_what_exports_names(
+    conf: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(conf["write_reference"].__globals__, "REFERENCE", tmp_path)
+    conf["write_reference"](None)
+    assert {"graph.md", "job.md", "_names.md"} <= {path.name for path in tmp_path.iterdir()}
+    assert not (tmp_path / "liveness.md").exists()  # its __all__ is empty
+    assert "provide" not in (tmp_path / "job.md").read_text()
 
 
 class Complaints:
@@ -45,6 +56,28 @@ def test_a_search_that_finds_nothing_is_complained_of(conf: dict[str, Any]) -> N
     ]
     assert {"quickstart", "mixed precision", "tensorboard"} <= set(conf["SEARCHES"])
     assert all((DOCS / f"{page}.md").exists() for page in conf["SEARCHES"].values())
+
+
+@pytest.mark.parametrize(
+    ("alt", "caption", "complained"),
+    [
+        ("A step, and its edges.", "Four <b>kinds</b> of edges.", False),
+        ("A step, and its edges.", "", True),
+        ("A step, and", "its edges.", True),
+        ("A step, and its edges.", "its edges. Four kinds.", True),
+    ],
+)
+def test_a_caption_that_is_empty_or_the_rest_of_the_description_is_complained_of(
+    conf: dict[str, Any], tmp_path: Path, alt: str, caption: str, complained: bool
+) -> None:
+    (tmp_path / "page.html").write_text(
+        f'<figure class="picture"><svg aria-label="{alt}"></svg><figcaption>\n'
+        f'<p><span class="caption-text">{caption}</span><a class="headerlink">¶</a></p></figcaption></figure>'
+    )
+    told = Complaints()
+    conf["check_figures"].__globals__["logging"] = told
+    conf["check_figures"](SimpleNamespace(outdir=tmp_path), None)
+    assert bool(told.told) == complained
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import json
+import pkgutil
 import re
+import textwrap
 from importlib import import_module
 from pathlib import Path
 
@@ -56,6 +59,18 @@ def test_code_fits_the_width_of_a_page() -> None:
         blocks = re.findall(r"^```(?:python|console|text)\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
         wide = [line for block in blocks for line in block.splitlines() if len(line) > 88]
         assert not wide, (path, wide)
+
+
+def test_code_of_docstrings_fits_the_width_of_a_page() -> None:
+    """Of what the API reference shows: doctests and literal blocks of exported names and of their members."""
+    modules = [ab, *(import_module(f"anabranch.{module.name}") for module in pkgutil.iter_modules(ab.__path__))]
+    exports = [getattr(module, name) for module in modules for name in getattr(module, "__all__", ())]
+    members = [member for each in exports if isinstance(each, type) for member in vars(each).values()]
+    wide = []
+    for text in {inspect.getdoc(each) or "" for each in (*modules, *exports, *members)}:
+        for block in re.findall(r"^ *>>> (?:.+\n?)+|(?<=::\n\n)(?: .*\n|\n)+", text + "\n", re.MULTILINE):
+            wide += [line for line in textwrap.dedent(block).splitlines() if len(line) > 88]
+    assert not wide
 
 
 def test_examples_that_are_not_run_give_a_reason() -> None:

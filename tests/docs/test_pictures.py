@@ -11,11 +11,11 @@ import pytest
 
 from pages import DOCS, ROOT, pages
 
-PICTURES = sorted((DOCS / "pictures").glob("*.svg"))
+PICTURES = sorted((DOCS / "pictures").resolve().glob("*.svg"))
 USED = [
     (page, *found)
-    for page in pages(fence="```{picture} ")
-    for found in re.findall(r"^```{picture} (\S+)\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+    for page in pages(fence=".svg)\n")
+    for found in re.findall(r"^!\[(.*)\]\((\S+\.svg)\)\n\n(.*)$", (DOCS / page).read_text(), re.MULTILINE)
 ]
 
 
@@ -34,22 +34,20 @@ def test_a_plot_names_its_commit_and_its_machine() -> None:
 
 
 def test_every_picture_is_on_a_page_and_every_page_shows_one_that_is_there() -> None:
-    assert {path.name for path in PICTURES} == {name for _, name, _ in USED}
+    assert set(PICTURES) == {(DOCS / page).parent.joinpath(link).resolve() for page, _, link, _ in USED}
 
 
 @pytest.mark.parametrize("folder", ["tutorials", "concepts"])
 def test_a_tutorial_and_a_concept_have_a_picture(folder: str) -> None:
     there = {f"{folder}/{path.name}" for path in (DOCS / folder).glob("*.md")}
     assert len(there) >= 3
-    assert there <= {page for page, _, _ in USED}
+    assert there <= {page for page, _, _, _ in USED}
 
 
-@pytest.mark.parametrize(("page", "name", "body"), USED, ids=[f"{page}: {name}" for page, name, _ in USED])
-def test_a_picture_has_a_text_description_and_a_caption_of_its_own(page: str, name: str, body: str) -> None:
-    """What follows the description's line belongs to the caption."""
-    alt, _, caption = body.partition("\n\n")
-    assert re.fullmatch(r":alt: \S.{40,}", alt), page
-    assert caption.strip(), page
+@pytest.mark.parametrize(("page", "alt", "link", "caption"), USED, ids=[f"{page}: {link}" for page, _, link, _ in USED])
+def test_a_picture_has_a_text_description_and_a_caption(page: str, alt: str, link: str, caption: str) -> None:
+    assert re.fullmatch(r"\S.{40,}\.", alt), page
+    assert re.match(r"[A-Z\"`]", caption), page
 
 
 @pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.name)

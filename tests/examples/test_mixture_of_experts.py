@@ -32,7 +32,7 @@ def test_a_killed_server_restarts_and_the_accuracy_is_that_of_the_undisturbed_ru
     assert not left
     lines = done.stdout.splitlines()
     result = json.loads(lines[-1])
-    assert json.loads((tmp_path / "accuracy.json").read_text()) == result
+    assert json.loads((tmp_path / "result.json").read_text()) == result
     assert sum("server 1 was killed" in line and "step 21/60" in line for line in lines) == 1, "one worker tells"
     assert any("server 1 is back" in line for line in lines)
     assert result["failed"].get("PeerLost", 0) > 0
@@ -65,3 +65,15 @@ def test_a_job_of_another_shape_is_refused(
         mixture_of_experts.main()
     assert caught.value.code == 2
     assert says in capsys.readouterr().err
+
+
+def test_ctrl_c_promises_no_checkpoint(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import mixture_of_experts
+
+    def run(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(mixture_of_experts, "run", run)
+    monkeypatch.setattr(sys, "argv", ["mixture_of_experts.py"])
+    assert mixture_of_experts.main() == 130
+    assert capsys.readouterr().err == "stopped\n"

@@ -185,8 +185,9 @@ def read_newest(
     >>> directory = tempfile.mkdtemp()
     >>> read_newest(directory) is None
     True
+    >>> tensors = {"model": {"weight": torch.ones(2)}}
     >>> for step in (5, 10):
-    ...     _ = write(f"{directory}/step-{step}", {"model": {"weight": torch.ones(2)}}, None, step=step)
+    ...     _ = write(f"{directory}/step-{step}", tensors, None, step=step)
     >>> read_newest(directory).step
     10
 

@@ -65,7 +65,8 @@ def write(
 
     >>> import tempfile, torch
     >>> directory = tempfile.mkdtemp()
-    >>> manifest = write(directory, {"model": {"weight": torch.ones(2)}}, {"epoch": 1}, step=100)
+    >>> tensors = {"model": {"weight": torch.ones(2)}}
+    >>> manifest = write(directory, tensors, {"epoch": 1}, step=100)
     >>> manifest.name
     'manifest-00000001.json'
     >>> from anabranch.checkpoint import read

@@ -302,7 +302,8 @@ def _uncounted(workers: Workers) -> Iterator[None]:
 class LinkCost:
     """The measured speed of a boundary.
 
-    >>> round(LinkCost(latency=0.001, seconds_per_byte=1e-9).seconds(1_000_000, messages=2), 6)
+    >>> cost = LinkCost(latency=0.001, seconds_per_byte=1e-9)
+    >>> round(cost.seconds(1_000_000, messages=2), 6)
     0.003
 
     Attributes:

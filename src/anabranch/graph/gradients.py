@@ -31,7 +31,8 @@ def gradients(
     """Return the graph of ``outputs``, followed by the gradients of their sum with respect to ``wrt``.
 
     >>> from anabranch.graph import capture
-    >>> graph = gradients(capture(lambda x, w: (x * w).sum(), torch.ones(3), torch.ones(3)), wrt=["w"])
+    >>> graph = capture(lambda x, w: (x * w).sum(), torch.ones(3), torch.ones(3))
+    >>> graph = gradients(graph, wrt=["w"])
     >>> graph(torch.tensor([1.0, 2.0, 3.0]), torch.ones(3))
     (tensor(6.), tensor([1., 2., 3.]))
 

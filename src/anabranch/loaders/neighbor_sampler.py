@@ -44,7 +44,8 @@ class SampledNodes(NamedTuple):
 class NeighborSampler:
     """Batches of seeds with sampled surroundings; an iterable of one epoch, another order each time.
 
-    >>> ring = NeighborSampler(indptr=[0, 2, 4, 6, 8], indices=[1, 3, 0, 2, 1, 3, 2, 0], fanouts=[1, -1], batch_size=2)
+    >>> indptr, indices = [0, 2, 4, 6, 8], [1, 3, 0, 2, 1, 3, 2, 0]
+    >>> ring = NeighborSampler(indptr, indices, fanouts=[1, -1], batch_size=2)
     >>> batch = next(iter(ring))
     >>> len(batch.seeds), bool((batch.nodes[:2] == batch.seeds).all()), len(batch.blocks)
     (2, True, 2)

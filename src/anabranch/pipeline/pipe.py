@@ -261,7 +261,8 @@ class Pipe(nn.Module):
     def __getitem__(self, index: int) -> nn.Module:
         """Return a layer of this process; the layers inside nested ``nn.Sequential`` count, as in ``balance``.
 
-        >>> pipe = Pipe(nn.Sequential(nn.Linear(2, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 2))), [1, 2])
+        >>> inner = nn.Sequential(nn.ReLU(), nn.Linear(4, 2))
+        >>> pipe = Pipe(nn.Sequential(nn.Linear(2, 4), inner), [1, 2])
         >>> pipe[-1], len(pipe), pipe.balance
         (Linear(in_features=4, out_features=2, bias=True), 3, [1, 2])
 

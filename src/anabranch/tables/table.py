@@ -317,7 +317,8 @@ class TableGroup:
     """Tables of one arena, whose lookups of a step are known together: flat ids, and the number that each table has.
 
     >>> from anabranch.tables import Constant, Family
-    >>> rule, specs = RowOptimizer(Family.SGD, lr=0.5), [TableSpec(n, 10, 2, initial=Constant(1.0)) for n in "ab"]
+    >>> rule = RowOptimizer(Family.SGD, lr=0.5)
+    >>> specs = [TableSpec(name, 10, 2, initial=Constant(1.0)) for name in "ab"]
     >>> arena = Arena(specs[0], rule)
     >>> tables = [Table(spec, rule, arena) for spec in specs]
     >>> TableGroup(tables).push(torch.tensor([3, 3, 4]), torch.ones(3, 2), [2, 1])

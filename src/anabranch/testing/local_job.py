@@ -65,7 +65,8 @@ class LocalJob:
     """Runs scripts as a ``torch.distributed`` job on this machine, as ``anabranch run`` does, and waits for their end.
 
     >>> job = LocalJob(workers=2)
-    >>> result = job.run_source("import json, os; print(json.dumps({'rank': os.environ['RANK']}))")
+    >>> source = "import json, os; print(json.dumps({'rank': os.environ['RANK']}))"
+    >>> result = job.run_source(source)
     >>> result.check().results
     ({'rank': '0'}, {'rank': '1'})
 

@@ -26,11 +26,16 @@ class LossyTransport:
     >>> from anabranch.transport import Client, Deadline, Request, Server, Verb
     >>> network = MemoryTransport()
     >>> seen = []
-    >>> count = Verb("count", lambda call: (seen.append(call.identity), call.reply())[0], once=True)
+    >>> def handler(call):
+    ...     seen.append(call.identity)
+    ...     call.reply()
+    >>> count = Verb("count", handler, once=True)
     >>> lossy = LossyTransport(drop=0.3, duplicate=0.3, seed=1, transport=network)
-    >>> with Server([count], transport=network) as server, Client(transport=lossy, retries=50) as client:
+    >>> client = Client(transport=lossy, retries=50)
+    >>> with Server([count], transport=network) as server, client:
     ...     for _ in range(20):
-    ...         _ = client.call(Request(server.endpoint, "count", once=True), Deadline.after(30.0))
+    ...         request = Request(server.endpoint, "count", once=True)
+    ...         _ = client.call(request, Deadline.after(30.0))
     >>> len(seen), lossy.dropped > 0, lossy.duplicated > 0
     (20, True, True)
 

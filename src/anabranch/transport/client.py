@@ -121,9 +121,10 @@ class Client:
 
     >>> import torch
     >>> from anabranch.transport import Server, Verb
-    >>> double = Verb("double", lambda call: call.reply([2 * tensor for tensor in call.tensors]))
+    >>> double = Verb("double", lambda call: call.reply([2 * call.tensors[0]]))
     >>> with Server([double]) as server, Client() as client:
-    ...     client.call(Request(server.endpoint, "double", tensors=[torch.ones(2)]), Deadline.after(60.0)).tensors
+    ...     request = Request(server.endpoint, "double", tensors=[torch.ones(2)])
+    ...     client.call(request, Deadline.after(60.0)).tensors
     [tensor([2., 2.])]
 
     Args:

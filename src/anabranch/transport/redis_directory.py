@@ -250,7 +250,9 @@ class RedisDirectory:
     Used like a ``Directory``, for any ``directory`` argument::
 
         directory = ab.RedisDirectory("redis://10.0.0.5:6379", keys="keys")
-        with ab.ExpertServer(backends, listen="tcp://10.0.0.1:0", directory=directory, keys="keys"):
+        with ab.ExpertServer(
+            backends, listen="tcp://10.0.0.1:0", directory=directory, keys="keys"
+        ):
             ...
 
     Args:

@@ -380,8 +380,10 @@ class MemoryTransport:
     >>> from anabranch.transport import Client, Deadline, Request, Server, Verb
     >>> network = MemoryTransport()
     >>> echo = Verb("echo", lambda call: call.reply(payload=call.payload))
-    >>> with Server([echo], transport=network) as server, Client(transport=network) as client:
-    ...     client.call(Request(server.endpoint, "echo", payload=b"hello"), Deadline.after(60.0)).payload
+    >>> client = Client(transport=network)
+    >>> with Server([echo], transport=network) as server, client:
+    ...     request = Request(server.endpoint, "echo", payload=b"hello")
+    ...     client.call(request, Deadline.after(60.0)).payload
     b'hello'
     """
 

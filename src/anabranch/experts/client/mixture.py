@@ -143,7 +143,10 @@ class RemoteMixtureOfExperts(RemoteModule):
     >>> from anabranch.experts import Directory, ExpertBackend, ExpertServer
     >>> from anabranch.tensors import TensorSpec
     >>> directory = Directory()
-    >>> backends = [ExpertBackend(f"same.{i}", torch.nn.Identity(), args_schema=[TensorSpec(4)]) for i in range(3)]
+    >>> backends = [
+    ...     ExpertBackend(f"same.{i}", torch.nn.Identity(), args_schema=[TensorSpec(4)])
+    ...     for i in range(3)
+    ... ]
     >>> with ExpertServer(backends, directory=directory):
     ...     mixture = RemoteMixtureOfExperts(4, [3], directory, "same", k_best=2)
     ...     torch.allclose(mixture(torch.ones(5, 4)), torch.ones(5, 4))
@@ -725,7 +728,10 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
     >>> from anabranch.experts import Directory, ExpertBackend, ExpertServer
     >>> from anabranch.tensors import TensorSpec
     >>> directory = Directory()
-    >>> backends = [ExpertBackend(f"same.{i}", torch.nn.Identity(), args_schema=[TensorSpec(4)]) for i in range(3)]
+    >>> backends = [
+    ...     ExpertBackend(f"same.{i}", torch.nn.Identity(), args_schema=[TensorSpec(4)])
+    ...     for i in range(3)
+    ... ]
     >>> with ExpertServer(backends, directory=directory):
     ...     mixture = RemoteSwitchMixtureOfExperts(4, [3], directory, "same")
     ...     output, balancing_loss = mixture(torch.ones(5, 4))

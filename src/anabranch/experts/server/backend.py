@@ -73,12 +73,12 @@ class ExpertBackend:
     """A module served as an expert.
 
     >>> module = nn.Linear(4, 2)
-    >>> backend = ExpertBackend(
-    ...     "ffn.0", module, torch.optim.SGD(module.parameters(), lr=0.1), args_schema=(TensorSpec(4),)
-    ... )
+    >>> optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    >>> backend = ExpertBackend("ffn.0", module, optimizer, args_schema=(TensorSpec(4),))
     >>> backend.get_info()["outputs_schema"]
     TensorSpec(2, dtype=torch.float32)
-    >>> [tuple(gradient.shape) for gradient in backend.backward(torch.ones(3, 4), torch.ones(3, 2))]
+    >>> gradients = backend.backward(torch.ones(3, 4), torch.ones(3, 2))
+    >>> [tuple(gradient.shape) for gradient in gradients]
     [(3, 4)]
 
     Args:

@@ -373,9 +373,9 @@ class ExpertServer:
 
     >>> from anabranch.experts import ExpertBackend, RemoteExpert
     >>> from anabranch.tensors import TensorSpec
-    >>> backend = ExpertBackend("double.0", torch.nn.Identity(), args_schema=[TensorSpec(2)])
+    >>> backend = ExpertBackend("same.0", torch.nn.Identity(), args_schema=[TensorSpec(2)])
     >>> with ExpertServer([backend]) as server:
-    ...     RemoteExpert("double.0", server.endpoint)(torch.ones(1, 2)).detach()
+    ...     RemoteExpert("same.0", server.endpoint)(torch.ones(1, 2)).detach()
     tensor([[1., 1.]])
 
     Args:

@@ -74,7 +74,9 @@ class StepProgram(StepState):
     >>> import torch
     >>> model = nn.Linear(3, 1)
     >>> optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    >>> program = StepProgram(model, lambda model, batch: model(batch).square().mean(), [optimizer])
+    >>> def loss(model, batch):
+    ...     return model(batch).square().mean()
+    >>> program = StepProgram(model, loss, [optimizer])
     >>> batch = torch.randn(8, 3)
     >>> first, second = program.run(batch)["loss"], program.run(batch)["loss"]
     >>> bool(second < first)

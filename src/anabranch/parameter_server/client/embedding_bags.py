@@ -30,7 +30,10 @@ class EmbeddingBagCollection(nn.Module):
 
     >>> from anabranch.tensors import KeyedJagged
     >>> bags = EmbeddingBagCollection(
-    ...     {"user": nn.EmbeddingBag(10, 4, mode="sum"), "seen": nn.EmbeddingBag(50, 8, mode="mean")}
+    ...     {
+    ...         "user": nn.EmbeddingBag(10, 4, mode="sum"),
+    ...         "seen": nn.EmbeddingBag(50, 8, mode="mean"),
+    ...     }
     ... )
     >>> pooled = bags(KeyedJagged.from_lists({"user": [[7], [8]], "seen": [[1, 2, 3], []]}))
     >>> {key: tuple(rows.shape) for key, rows in pooled.items()}

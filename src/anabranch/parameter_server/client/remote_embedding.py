@@ -31,8 +31,11 @@ _CURE = (
 class RemoteEmbedding(nn.Module):
     """Looks rows up on the servers, and pushes their gradients there.
 
-    >>> users = RemoteEmbedding("users", None, 2, init=0.5, optimizer=lambda rows: torch.optim.SGD(rows, lr=0.5))
-    >>> users(torch.tensor([2**53 + 1, -7])).sum().backward()  # alone, its push is applied at once
+    >>> def sgd(rows):
+    ...     return torch.optim.SGD(rows, lr=0.5)
+    >>> users = RemoteEmbedding("users", None, 2, init=0.5, optimizer=sgd)
+    >>> # alone, its push is applied at once
+    >>> users(torch.tensor([2**53 + 1, -7])).sum().backward()
     >>> users(torch.tensor([2**53 + 1, 2**53])).detach()
     tensor([[0.0000, 0.0000],
             [0.5000, 0.5000]])

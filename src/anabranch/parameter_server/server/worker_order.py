@@ -24,8 +24,8 @@ from anabranch.parameter_server.server.requests import RowRequest
 class Consistency:
     """The order of the steps of a job's workers.
 
-    >>> Consistency.parse("ssp:3").lag, Consistency.parse("bsp").merges, Consistency.parse("asp").lag
-    (3, True, None)
+    >>> [Consistency.parse(mode).lag for mode in ("bsp", "ssp:3", "asp")]
+    [0, 3, None]
 
     Attributes:
         merges: the pushes of a step are merged over the workers and applied at once (bsp).

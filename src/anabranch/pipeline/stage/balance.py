@@ -30,7 +30,7 @@ _MOST_REPEATS = 20
 def balance_by_time(n: int, module: nn.Module, sample: Structure) -> list[int]:
     """Return the number of layers for each of ``n`` stages so that the slowest is as fast as possible.
 
-    >>> model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    >>> model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     >>> sum(balance_by_time(2, model, torch.randn(8, 64)))
     4
 
@@ -61,9 +61,9 @@ def balance_by_time(n: int, module: nn.Module, sample: Structure) -> list[int]:
 def balance_by_size(n: int, module: nn.Module, sample: Structure) -> list[int]:
     """Return the number of layers for each of ``n`` stages so that the largest is as small as possible.
 
-    >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 80), nn.Linear(80, 8))
+    >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 80), nn.Linear(80, 8))
     >>> balance_by_size(2, model, torch.randn(2, 8))
-    [3, 1]
+    [2, 1]
 
     Args:
         n: the number of stages.

@@ -318,10 +318,11 @@ def verify_skippables(module: nn.Module) -> None:
 
     >>> @skippable(stash=["a"])
     ... class Stash(nn.Module): ...
-    >>> verify_skippables(nn.Sequential(Stash()))
+    >>> verify_skippables(nn.Sequential(Stash()))  # doctest: +NORMALIZE_WHITESPACE
     Traceback (most recent call last):
     anabranch.errors.SkipError: skips that do not match:
-    * 'a' is stashed by '0' but no later module pops it, or it lacks @ab.skippable(pop=['a'])
+    * 'a' is stashed by '0' but no later module pops it,
+      or it lacks @ab.skippable(pop=['a'])
 
     Raises:
         SkipError: names every mismatch at once: a name declared both ways by one module, stashed twice, popped twice

@@ -73,7 +73,7 @@ _OF_KIND = {facts.kind: family for family, facts in _FAMILIES.items()}
 class RowOptimizer:
     """An update rule and its hyperparameters at one step.
 
-    >>> rule = RowOptimizer.from_factory(lambda parameters: torch.optim.Adagrad(parameters, lr=0.1))
+    >>> rule = RowOptimizer.from_factory(lambda rows: torch.optim.Adagrad(rows, lr=0.1))
     >>> rule.family, rule.lr, rule.states
     (<Family.ADAGRAD: 'Adagrad'>, 0.1, 1)
 

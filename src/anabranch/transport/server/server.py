@@ -77,9 +77,10 @@ class Server:
 
     >>> import torch
     >>> from anabranch.transport import Client, Request
-    >>> double = Verb("double", lambda call: call.reply([2 * tensor for tensor in call.tensors]))
+    >>> double = Verb("double", lambda call: call.reply([2 * call.tensors[0]]))
     >>> with Server([double]) as server, Client() as client:
-    ...     answer = client.call(Request(server.endpoint, "double", tensors=[torch.ones(2)]), Deadline.after(60.0))
+    ...     request = Request(server.endpoint, "double", tensors=[torch.ones(2)])
+    ...     answer = client.call(request, Deadline.after(60.0))
     >>> answer.tensors
     [tensor([2., 2.])]
 
