@@ -535,8 +535,9 @@ def test_a_shard_does_not_start_without_rows_that_were_restored(tmp_path: Path) 
     with PushLog(tmp_path / "shard-0-of-1") as log:
         assert not list(log.replay())
         log.append(Record("init", msgspec.msgpack.encode(InitMessage("t", SGD.to_dict(), spec.to_dict()))))
-        for _ in range(2):
-            log.append(Record("restore", msgspec.msgpack.encode(RestoreMessage("t", 1))), block.tensors())
+        history = torch.empty(0, CONSTANTS, dtype=torch.float64)
+        for tensors in ([history], block.tensors(), block.tensors()):
+            log.append(Record("restore", msgspec.msgpack.encode(RestoreMessage("t", 1))), tensors)
     with pytest.raises(ValueError, match="an id already has a row"):
         ParameterServer(transport=MemoryTransport(), durability="log", checkpoint_dir=tmp_path)
 

@@ -351,6 +351,7 @@ class Shard:
                     self._clients[message.rank] = client
                 self._do_push(self.request(message, tensors))
             elif verb == "restore":
+                self.contents.check_restored(message, tensors)
                 self.contents.restore(message, tensors)
             elif verb == "drop":
                 self._do_drop(message)
