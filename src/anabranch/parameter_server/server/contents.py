@@ -322,7 +322,7 @@ class ShardStatistics:
 
     Attributes:
         tables: by name.
-        refused_values: pushes refused because they held NaN or Inf, by the peer that sent them.
+        refused_values: pushes refused for NaN, Inf or numbers that are too large, by the peer that sent them.
         replayed: records replayed from the log.
         spills: changes that waited for a write, as the reader of a snapshot was slow.
     """
