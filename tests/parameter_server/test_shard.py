@@ -208,9 +208,9 @@ def test_a_member_of_another_number_is_known_by_its_client_whatever_its_rank() -
     for rank, client in enumerate([b"a", b"b", b"c"]):
         shard.join(JoinMessage(rank, 3, "bsp"), client)
     shard.release(ReleaseMessage(0, WorkerProgress(1, 2, 0)), b"c")  # in the place of a
-    for stranger, turn in ((b"a", WorkerProgress(0, 3, 0)), (b"x", WorkerProgress(2, 2, 0))):
+    for other, turn in ((b"a", WorkerProgress(0, 3, 0)), (b"x", WorkerProgress(2, 2, 0))):
         with pytest.raises(SchemaError, match="another client has joined"):
-            shard.release(ReleaseMessage(0, turn), stranger)
+            shard.release(ReleaseMessage(0, turn), other)
     shard.release(ReleaseMessage(1, WorkerProgress(1, 2, 0)), b"b")
     assert shard._job is not None
     assert (shard._job.number, shard._job.world) == (1, 2)

@@ -171,8 +171,8 @@ class Shard:
 
     def _check_client(self, rank: int, client: bytes) -> None:
         """Raise ``SchemaError`` if another client has joined as worker ``rank`` since this one did."""
-        joined, stranger = self.joined_as(rank), self._job is not None and client not in self._members
-        if client and (stranger or (joined and client != joined)):
+        joined, is_member = self.joined_as(rank), self._job is None or client in self._members
+        if client and (not is_member or (joined and client != joined)):
             raise SchemaError(
                 f"another client has joined this server as worker {rank} since, so its parameters are those of another "
                 "Executor or job; close one Executor before the next is made, and give each job its own servers"
