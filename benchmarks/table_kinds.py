@@ -43,7 +43,7 @@ class Side:
             spec = TableSpec(name, rows, WIDTH, self.dtype, Normal(0, 0.01), memory_map=kind == "mapped")
             self.shard.init(InitMessage(name, RULE.to_dict(), spec.to_dict()))
         order = torch.Generator().manual_seed(1)
-        for some in zip(*(torch.randperm(ROWS, generator=order).split(BATCH) for _ in NAMES), strict=True):
+        for some in zip(*(torch.split(torch.randperm(ROWS, generator=order), BATCH) for _ in NAMES), strict=True):
             self.push(list(some))
 
     def pull(self, ids: list[Tensor]) -> float:
