@@ -582,6 +582,12 @@ def test_a_database_that_is_not_the_bodies_index_is_refused(harm: Callable[[Path
     assert records(tmp_path, repair=True) == [f"v{number}" for number in range(4)]
 
 
+def test_logs_of_another_format_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "owner").touch()
+    with pytest.raises(CheckpointError, match="another format of logs: finish the training with that version, or"):
+        PushLog(tmp_path)
+
+
 def test_checkpoints_of_another_format_are_refused_with_the_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

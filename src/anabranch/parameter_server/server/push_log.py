@@ -117,6 +117,11 @@ class PushLog:
         self._syncing = False
         self._broken: str | None = None
         self._file, self._number, self._size, self._before = -1, 0, 0, 0
+        if (directory / "owner").exists():
+            raise CheckpointError(
+                f"{directory} was written by a version with another format of logs: finish the training with that "
+                "version, or give another --checkpoint-dir"
+            )
         try:
             make_directory(directory)
         except OSError as error:
