@@ -126,6 +126,7 @@ bench-more: $(STAMP)-bench
 	$(BIN)/python benchmarks/transport.py --out $(RESULTS)
 	$(BIN)/python benchmarks/compression.py --out $(RESULTS)
 	$(BIN)/python benchmarks/observing.py --out $(RESULTS)
+	$(BIN)/python benchmarks/table_kinds.py --out $(RESULTS)
 
 # The tables of docs/benchmarks.md, where there are results.
 bench-page: $(STAMP)

@@ -318,6 +318,30 @@ TABLES: dict[str, Callable[[Results], list[Row]]] = {
     "pipelines": pipelines,
     "nop": nop,
     "experts": computing,
+    "table-kinds": partial(
+        plain,
+        name="table_kinds",
+        heads={
+            "kind": ("26 tables", ""),
+            "pull_ms": ("pull (ms)", ".2f"),
+            "own push_ms": ("its push (ms)", ".2f"),
+            "other push_ms": ("another push (ms)", ".2f"),
+            "pull": ("pull / fixed", ".2f"),
+            "own push": ("its push", ".2f"),
+            "other push": ("another push", ".2f"),
+            "together": ("pull and its push", ".2f"),
+        },
+    ),
+    "new-ids": partial(
+        plain,
+        name="new_ids",
+        heads={
+            "rows": ("rows", ",d"),
+            "longest_ms": ("longest push (ms)", ".0f"),
+            "longest_of_all_ms": ("of all until then", ".0f"),
+            "median_ms": ("median", ".1f"),
+        },
+    ),
 }
 
 
@@ -389,6 +413,16 @@ def of_fbgemm(results: Results) -> list[float]:
     return [row["ours / theirs"] for row in rows]
 
 
+def of_kinds(kinds: tuple[str, ...], *calls: str) -> Callable[[Results], list[float]]:
+    """The ratios of these calls to those of fixed tables, of one kind after the other."""
+    return lambda results: [results.row("table_kinds", kind=kind)[call] for kind in kinds for call in calls]
+
+
+def longest_of_new_ids(results: Results) -> list[float]:
+    return [row["longest_ms"] for row in results.rows("new_ids", rows=6_000_000)]
+
+
+DYNAMIC = of_kinds(("dynamic",), "pull", "own push", "other push", "together")
 FIGURES = [
     Figure("step on the tape / the loop", of_models("tape_overhead", "executor, tape"), (1.03,) * 4 + (1.01,) * 2),
     Figure("step as a graph / the loop", of_models("step_graph", "executor"), (0.69, 0.62, 0.92, 0.77, 1, 1)),
@@ -405,6 +439,9 @@ FIGURES = [
     Figure("both and Adam / here, recomputing", of_experts("ffn forward+", "expert"), (1.2, 1.05, 1)),
     Figure("64 callers, one thread / here: forward, both", of_experts(CALLERS), (0.65, 0.55), least=True),
     Figure("64 callers, 64 threads / here: forward, both", of_experts(THREADS), (0.45, 0.35), least=True),
+    Figure("dynamic / fixed: pull, its push, another, pull and its push", DYNAMIC, (1.85, 1.1, 1.45, 1.45)),
+    Figure("float16, mapped / fixed: pull and push", of_kinds(("float16", "mapped"), "together"), (1.15, 1.15)),
+    Figure("26,000 new ids into 6 M rows: longest push (ms)", longest_of_new_ids, (60,)),
 ]
 
 

@@ -13,7 +13,17 @@ from torch import nn
 
 import anabranch as ab
 from anabranch.parameter_server import ParameterClient, ParameterServer, RemoteTables
-from anabranch.tables import FTRL, Constant, DenseParameter, Normal, RowOptimizer, RowWiseAdagrad, Table, TableSpec
+from anabranch.tables import (
+    FTRL,
+    Constant,
+    DenseParameter,
+    Normal,
+    RowOptimizer,
+    RowWiseAdagrad,
+    Table,
+    TableSpec,
+    arena,
+)
 from anabranch.tables.kernels.memory import working_dtype
 from anabranch.tensors.packing import Share, join, split
 from anabranch.testing import MemoryTransport
@@ -111,6 +121,13 @@ def test_rows_take_two_bytes_a_weight_and_four_a_number_of_state() -> None:
 def test_first_values_that_float16_does_not_hold_are_refused() -> None:
     with pytest.raises(ValueError, match="float16 cannot represent"):
         TableSpec("t", 4, 2, torch.float16, Constant(1e5))
+
+
+def test_a_processor_that_does_not_convert_float16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena.binding, "get_process_triple", lambda: "x86_64-unknown-linux-gnu")
+    monkeypatch.setattr(arena.numba.core.config, "CPU_FEATURES", "+avx", raising=False)
+    with pytest.raises(ValueError, match="table t: this processor has no F16C instructions.*use bfloat16"):
+        half_table(RowOptimizer.from_factory(RULES["adagrad"]))
 
 
 @pytest.mark.quick_cases(2)

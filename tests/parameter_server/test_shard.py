@@ -208,9 +208,9 @@ def test_a_member_of_another_number_is_known_by_its_client_whatever_its_rank() -
     for rank, client in enumerate([b"a", b"b", b"c"]):
         shard.join(JoinMessage(rank, 3, "bsp"), client)
     shard.release(ReleaseMessage(0, WorkerProgress(1, 2, 0)), b"c")  # in the place of a
-    for stranger, turn in ((b"a", WorkerProgress(0, 3, 0)), (b"x", WorkerProgress(2, 2, 0))):
+    for other, turn in ((b"a", WorkerProgress(0, 3, 0)), (b"x", WorkerProgress(2, 2, 0))):
         with pytest.raises(SchemaError, match="another client has joined"):
-            shard.release(ReleaseMessage(0, turn), stranger)
+            shard.release(ReleaseMessage(0, turn), other)
     shard.release(ReleaseMessage(1, WorkerProgress(1, 2, 0)), b"b")
     assert shard._job is not None
     assert (shard._job.number, shard._job.world) == (1, 2)
@@ -535,8 +535,9 @@ def test_a_shard_does_not_start_without_rows_that_were_restored(tmp_path: Path) 
     with PushLog(tmp_path / "shard-0-of-1") as log:
         assert not list(log.replay())
         log.append(Record("init", msgspec.msgpack.encode(InitMessage("t", SGD.to_dict(), spec.to_dict()))))
-        for _ in range(2):
-            log.append(Record("restore", msgspec.msgpack.encode(RestoreMessage("t", 1))), block.tensors())
+        history = torch.empty(0, CONSTANTS, dtype=torch.float64)
+        for tensors in ([history], block.tensors(), block.tensors()):
+            log.append(Record("restore", msgspec.msgpack.encode(RestoreMessage("t", 1))), tensors)
     with pytest.raises(ValueError, match="an id already has a row"):
         ParameterServer(transport=MemoryTransport(), durability="log", checkpoint_dir=tmp_path)
 

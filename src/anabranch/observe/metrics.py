@@ -135,4 +135,4 @@ def waiting_metric() -> Metric:
 
 
 def _refused_values(by_peer: Mapping[str, float]) -> Metric:
-    return family("counter", "refused_values", "requests refused because they held NaN or Inf", by_peer, "peer")
+    return family("counter", "refused_values", "requests refused for NaN, Inf or too large numbers", by_peer, "peer")

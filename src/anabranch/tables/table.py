@@ -264,29 +264,23 @@ class Table:
             ValueError: an id of a dynamic table that has a row already.
         """
         block.check(self.spec, self._rule, self.step)
-        self._alone.check(block.ids, [block.ids.numel()])
-        self._check_new(block.ids.numpy())
-
-    def _check_new(self, ids: Array) -> None:
-        """Raise ``ValueError`` if a dynamic table cannot give a row to each of these ids."""
         if self.spec.rows is not None:
+            self._alone.check(block.ids, [block.ids.numel()])
             return
-        arena, rows = self.arena, np.empty_like(ids)
+        arena, ids = self.arena, block.ids.numpy()
+        rows = np.empty_like(ids)
         vocabulary.find_all(arena.index, arena.words, arena.pitch, self.number, ids, rows)  # no false tags, as located
         if (rows >= 0).any() or np.unique(ids).size != ids.size:
             raise ValueError("an id already has a row; restore into an empty table")
 
     def restore(self, block: RowBlock) -> None:
-        """Restore the rows of ``blocks``, state and stamp included; ids are those of this shard.
+        """Restore the rows of a block that ``check_block`` takes, state and stamp included.
 
         All ids of a dynamic table get a row, also beyond this shard's share of the capacity: a checkpoint's ids do not
         spread over the shards quite evenly. From then on a new id evicts another.
         """
-        arena = self.arena
-        rows = self._alone.check(block.ids, [block.ids.numel()])
+        arena, ids = self.arena, block.ids.numpy()
         if self.spec.rows is None:
-            ids = block.ids.numpy()
-            self._check_new(ids)
             rows = self._more_rows(ids.size)
             if self._capacity is not None and self.used + ids.size > self._capacity:
                 self._capacity = self.used + ids.size
@@ -294,12 +288,13 @@ class Table:
             arena.changing(rows)
             self._enter(ids, rows, ids.size, block.usage.numpy())
         else:
+            rows = self._alone.check(block.ids, [ids.size])
             arena.changing(rows)
         arena.seen = None
         heads, weights, states = arena.parts(arena.words)
         weights[rows] = as_array(block.weights).reshape(rows.size, arena.width)
         states[rows] = as_array(block.states).reshape(rows.size, arena.states)
-        heads[rows, 0], heads[rows, 1] = block.ids.numpy(), block.stamps.numpy()
+        heads[rows, 0], heads[rows, 1] = ids, block.stamps.numpy()
 
     @property
     def history(self) -> Tensor:

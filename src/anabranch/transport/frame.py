@@ -102,7 +102,7 @@ class RequestHeader(msgspec.Struct, array_like=True, frozen=True, forbid_unknown
 
 
 class ReplyHeader(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Return a server's answer to the request of that ``sequence``."""
+    """The header of a server's answer to the request of that ``sequence``."""
 
     payload: bytes = b""
     sequence: _Size = 0

@@ -83,9 +83,9 @@ class RemotePart:
     Attributes:
         is_open: the parameters are on the servers.
         clock: the number of pushes so far.
-        torn: the number of a push that the servers may have applied, and this worker does not know: without votes, from
-            its start until all servers have answered it, and after a run that failed behind it; else while the workers
-            vote. -1 while the parameters move to the servers.
+        unconfirmed: the number of a push that the servers may have applied, and this worker does not know: without
+            votes, from its start until all servers have answered it, and after a run that failed behind it; else while
+            the workers vote. -1 while the parameters move to the servers.
         votes: the servers hold what is pushed until all workers have agreed that it is whole.
         moved: the parameters of the models on this rank that belong on the servers.
         there: those of them that are there.
@@ -111,7 +111,7 @@ class RemotePart:
         delays = spec.cache is not None and spec.cache.push_bound > 0
         self.votes = self.consistency.merges and not delays
         self.there: Sequence[ServedParameter] = ()
-        self.torn: int | None = None
+        self.unconfirmed: int | None = None
         self._undecided = False  # something is pushed that is neither released nor dropped
         self._failure: Exception | None = None  # of this worker's part of it
         self._failed = "push"
@@ -260,11 +260,11 @@ class RemotePart:
         self._move_in(adopted)
         if adopted:
             self.whole.refresh(None)
-        self.torn = None
+        self.unconfirmed = None
 
     def _move_in(self, adopted: Collection[str]) -> None:
         self.tables.abandon()
-        self.tables, self.is_open, self.torn = RemoteTables(self.client, cache=self._spec.cache), True, -1
+        self.tables, self.is_open, self.unconfirmed = RemoteTables(self.client, cache=self._spec.cache), True, -1
         self.tables.trains = True
         self._take_over(adopted)
         if self._spec.cache is not None:
@@ -472,14 +472,14 @@ class RemotePart:
         if not self.votes or not self._undecided:
             return True
         if self._workers is not None:
-            self.torn = self.clock
+            self.unconfirmed = self.clock
             failed = torch.tensor([float(self._failure is not None)], dtype=torch.float64, device="cpu")
             self._workers.all_reduce(failed, operation="vote on a step", step=self.clock)
             if failed.item():
-                self.torn = None
+                self.unconfirmed = None
                 return False
         hold_interrupts()
-        self.torn = None
+        self.unconfirmed = None
         return True
 
     def refusal(self) -> Exception:
@@ -505,20 +505,20 @@ class RemotePart:
         """End a run that has failed, and began when ``clock`` pushes were made."""
         if not self.votes:
             if self.clock != clock and not counted:
-                self.torn = clock
+                self.unconfirmed = clock
         elif self._workers is None:
             self.decide(None)
 
     def check_whole(self) -> None:
         """Raise ``BoundaryError`` if the servers may be at another step than this worker."""
         self.client.check_whole()
-        if self.torn is not None:
-            raise BoundaryError(self._ahead(), peer="the servers", operation="push", step=self.torn)
+        if self.unconfirmed is not None:
+            raise BoundaryError(self._ahead(), peer="the servers", operation="push", step=self.unconfirmed)
 
     def _ahead(self) -> str:
-        assert self.torn is not None
+        assert self.unconfirmed is not None
         return (
-            f"the push of step {self.torn + 1} was interrupted or not answered, or the run failed behind it, so "
+            f"the push of step {self.unconfirmed + 1} was interrupted or not answered, or the run failed behind it, so "
             f"{listed([*(moved.name for moved in self.moved), *self.embeddings])} may be a step ahead of the rest of "
             "the model; go on from the last checkpoint with executor.load, or restart the job from it"
         )
@@ -601,7 +601,7 @@ class RemotePart:
         """Continue after ``clock`` pushes with the servers' current state."""
         self.tables.drop_caches()
         self._mark_states()
-        self.clock, self.torn, self._undecided, self._failure = clock, None, False, None
+        self.clock, self.unconfirmed, self._undecided, self._failure = clock, None, False, None
         if self.is_open:
             self.client.join(clock)
         self._meet()
@@ -632,7 +632,7 @@ class RemotePart:
             self.tables.end(clock)
             self._mark_states()
             self._read_at = -1  # the copies may be of a step before
-        self.clock, self.torn, self._undecided, self._failure = clock, None, False, None
+        self.clock, self.unconfirmed, self._undecided, self._failure = clock, None, False, None
 
     # The end.
 
@@ -646,7 +646,7 @@ class RemotePart:
             LostUpdate: at the end, if copies were changed after the last step; they are as trained, too.
         """
         errors: list[Exception] = []
-        if self.torn is not None and self.torn >= 0:
+        if self.unconfirmed is not None and self.unconfirmed >= 0:
             (_log.warning if failed is None else failed.add_note)(self._ahead())
         try:
             if failed is None:
@@ -686,7 +686,7 @@ class RemotePart:
 
     def wait_for_pushes(self) -> None:
         """Wait until the servers have applied what all workers have pushed in the steps that this one has run."""
-        if self.is_open and self.consistency.merges and self.torn is None:
+        if self.is_open and self.consistency.merges and self.unconfirmed is None:
             if self.tables.delays:
                 self._meet()  # everyone has flushed
             self.client.wait_for_turn(self.clock)
@@ -710,7 +710,7 @@ class RemotePart:
                 with suppress(Exception):
                     self.client.end_by(until)
                     self.tables.close()
-                if self.consistency.merges and self.torn is None:
+                if self.consistency.merges and self.unconfirmed is None:
                     self.client.end_by(Deadline.after(patience))
                     try:
                         self.client.wait_for_turn(self.clock)

@@ -182,13 +182,13 @@ class RemoteWindow:
             except Exception as error:  # noqa: BLE001 - raised with the vote, on all workers
                 part.refuse(error)
             return
-        part.torn = part.clock
+        part.unconfirmed = part.clock
         try:
             self._push()
         except _UNSENT:
-            part.torn = None
+            part.unconfirmed = None
             raise
-        part.clock, part.torn = part.clock + 1, None
+        part.clock, part.unconfirmed = part.clock + 1, None
 
     def _push(self) -> None:
         mean = self._step.reduction == "mean"

@@ -172,7 +172,7 @@ class ParameterClient(KnownTables):
             transport = MemoryTransport()
             addresses = [self._stack.enter_context(ParameterServer(transport=transport)).endpoint]
         self._clocks = [VersionClock()] * len(addresses)
-        self._torn: int | None = None
+        self._partial_step: int | None = None  # whose push some shards have applied and one has refused
         self.pushed = 0
         self._joins = -1
         self._turn = WorkerProgress()
@@ -570,15 +570,15 @@ class ParameterClient(KnownTables):
             # A push that was not answered may have been applied: worse than a refusal.
             failures.sort(key=lambda failure: isinstance(failure, REFUSALS))
             applied = 0 if refused or merging.hold else len(outcomes) - len(failures)
-            raise self._torn_by(failures[0], applied, step) if applied else failures[0]
+            raise self._partial_push_error(failures[0], applied, step) if applied else failures[0]
         self._count(push.bytes(), time.monotonic() - began if awaited else 0.0, pushes=1)
 
-    def _torn_by(self, error: Exception, taken: int, step: int | None) -> Exception:
+    def _partial_push_error(self, error: Exception, taken: int, step: int | None) -> Exception:
         """Return the error of a push that ``taken`` shards have applied and one has refused."""
         if not isinstance(error, REFUSALS):
             return error
         if step is not None:
-            self._torn = step
+            self._partial_step = step
         rest = f"{taken} other shards had already applied their parts of this push"
         if isinstance(error, BoundaryError):
             error.add_note(rest)
@@ -588,10 +588,10 @@ class ParameterClient(KnownTables):
     def check_whole(self) -> None:
         """Raise ``BoundaryError`` if the shards are no longer at this worker's step, all of them."""
         why = None
-        if self._torn is not None:
+        if self._partial_step is not None:
             why = (
-                f"the push of step {self._torn} was refused by one shard and applied by others, so they no longer hold "
-                "one state"
+                f"the push of step {self._partial_step} was refused by one shard and applied by others, so they no "
+                "longer hold one state"
             )
         elif self.worker is not None and self.calls.rolled_back:
             why = "a server has lost pushes of this worker, so the servers are at an earlier step than the worker"
@@ -600,7 +600,7 @@ class ParameterClient(KnownTables):
                 f"{why}; load the last checkpoint with executor.load, or restart the job from its last checkpoint",
                 peer="the servers",
                 operation="push",
-                step=self._torn,
+                step=self._partial_step,
             )
 
     def squared_norm(self, step: int) -> float:
@@ -673,7 +673,7 @@ class ParameterClient(KnownTables):
         self.calls.everywhere("join", pack(JoinMessage(worker.rank, worker.world, worker.consistency, step, number)))
 
     def _renew(self) -> None:
-        self._torn, self.calls.rolled_back = None, False
+        self._partial_step, self.calls.rolled_back = None, False
         self._uninformed.clear()
         for pushes in self.calls.acknowledged.values():
             pushes.incarnation = 0
@@ -701,7 +701,7 @@ class ParameterClient(KnownTables):
         self._be(worker)
         self._turn, self._joins = WorkerProgress(number, worker.world, done, last, scale), joins
         if joined:
-            self._torn, self._uninformed = None, set(range(self.shards))
+            self._partial_step, self._uninformed = None, set(range(self.shards))
             self.tell()
         else:
             self._renew()

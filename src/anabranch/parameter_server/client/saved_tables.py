@@ -176,12 +176,13 @@ def check(state: object, groups: Mapping[str, Group]) -> None:
             block.check(*made[k], state["tables"][k]["step"])
             ids[k].append(block.ids.clone())
         for (spec, _), some in zip(made, ids, strict=True):
-            every = np.unique(torch.cat([*some, torch.empty(0, dtype=torch.int64, device="cpu")]).numpy())
-            if len(every) != sum(map(len, some)):
+            every = torch.cat([*some, torch.empty(0, dtype=torch.int64, device="cpu")]).numpy()
+            some.clear()
+            every.sort()
+            if (every[1:] == every[:-1]).any():
                 raise SchemaError(f"table {spec.name}: an id is there twice")
             if spec.rows is not None and len(every) and not 0 <= every[0] <= every[-1] < spec.rows:
                 raise SchemaError(f"table {spec.name}: ids from {every[0]} to {every[-1]}")
-            some.clear()
         for k, entry in enumerate(state["dense"]):
             parts = parts_of(groups, f"dense-{k}")
             DenseParameter(entry["name"], parts[0], RowOptimizer.from_dict(entry["rule"])).check_restored(parts)

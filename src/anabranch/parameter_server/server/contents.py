@@ -248,10 +248,11 @@ class ShardContents:
         for entry in state["tables"]:
             self.add(*self.parse(InitMessage(entry["spec"]["name"], entry["rule"], entry["spec"]), ()))
             tables.append(self.tables[entry["spec"]["name"]])
-        for k, block in rows_of(groups, range(len(tables))):
-            tables[k].restore(block)
         for k, (table, entry) in enumerate(zip(tables, state["tables"], strict=True)):
             table.resume(entry["step"], *(parts_of(groups, f"history-{k}") or [table.history]))
+        for k, block in rows_of(groups, range(len(tables))):
+            tables[k].check_block(block)
+            tables[k].restore(block)
         for k, entry in enumerate(state["dense"]):
             parts = parts_of(groups, f"dense-{k}")
             self.add(*self.parse(InitMessage(entry["name"], entry["rule"]), parts[:1]))
@@ -321,7 +322,7 @@ class ShardStatistics:
 
     Attributes:
         tables: by name.
-        refused_values: pushes refused because they held NaN or Inf, by the peer that sent them.
+        refused_values: pushes refused for NaN, Inf or numbers that are too large, by the peer that sent them.
         replayed: records replayed from the log.
         spills: changes that waited for a write, as the reader of a snapshot was slow.
     """

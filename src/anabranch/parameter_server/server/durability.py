@@ -175,8 +175,8 @@ class ShardPersistence:
             )
         if state.get("format") != _FORMAT:
             raise CheckpointError(
-                f"{directory}: the checkpoint here was written by another version of anabranch; start that version "
-                "here, or this one with another --checkpoint-dir"
+                f"{directory}: the checkpoint here was written by another version of anabranch: finish the training "
+                "with that version, or give another --checkpoint-dir"
             )
         self._shard.load(cast(Mapping[str, object], state["shard"]), newest.readers())
         self._applied.load(cast("Mapping[bytes, tuple[int, dict[int, int]]]", state["applied"]))

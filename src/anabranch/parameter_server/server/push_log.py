@@ -119,8 +119,8 @@ class PushLog:
         self._file, self._number, self._size, self._before = -1, 0, 0, 0
         if (directory / "owner").exists():
             raise CheckpointError(
-                f"{directory} was written by a version with another format of logs: start that one there once more, "
-                "save with ParameterClient.save, and load that into servers with another --checkpoint-dir"
+                f"{directory} was written by a version with another format of logs: finish the training with that "
+                "version, or give another --checkpoint-dir"
             )
         try:
             make_directory(directory)

@@ -171,8 +171,8 @@ class Shard:
 
     def _check_client(self, rank: int, client: bytes) -> None:
         """Raise ``SchemaError`` if another client has joined as worker ``rank`` since this one did."""
-        joined, stranger = self.joined_as(rank), self._job is not None and client not in self._members
-        if client and (stranger or (joined and client != joined)):
+        joined, is_member = self.joined_as(rank), self._job is None or client in self._members
+        if client and (not is_member or (joined and client != joined)):
             raise SchemaError(
                 f"another client has joined this server as worker {rank} since, so its parameters are those of another "
                 "Executor or job; close one Executor before the next is made, and give each job its own servers"
@@ -351,6 +351,7 @@ class Shard:
                     self._clients[message.rank] = client
                 self._do_push(self.request(message, tensors))
             elif verb == "restore":
+                self.contents.check_restored(message, tensors)
                 self.contents.restore(message, tensors)
             elif verb == "drop":
                 self._do_drop(message)
