@@ -17,6 +17,8 @@ from torch.optim import SGD, Optimizer
 import anabranch as ab
 from anabranch.executor.engines import gradients
 from anabranch.executor.engines.gradients import LateCheck, all_finite, nonfinite_names
+from anabranch.graph.step import step_state
+from anabranch.graph.step.bound_state import BoundState
 from plain_loop import TrainingCase, check
 from toys import assert_same, plain_step
 
@@ -471,6 +473,59 @@ def test_on_gradients_sees_averaged_gradients_before_clipping_and_may_change_the
             for one, two in zip(model.parameters(), plain.parameters(), strict=True):
                 torch.testing.assert_close(one, two)
         assert len(seen) == 4
+
+
+REPLACEMENTS: dict[str, Callable[[Optimizer], object]] = {
+    "no state": lambda optimizer: optimizer.state.clear(),
+    "its own state": lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+    "betas": lambda optimizer: optimizer.param_groups[0].update(betas=(0.5, 0.6)),
+    "another group": lambda optimizer: optimizer.param_groups.__setitem__(0, dict(optimizer.param_groups[0], lr=0.1)),
+}
+
+
+@pytest.mark.parametrize("when", ["in on_gradients", "before", "before a batch of another kind"])
+@pytest.mark.parametrize("what", REPLACEMENTS)
+def test_an_optimizer_may_change_at_any_time_where_steps_are_taken_in_parts(what: str, when: str) -> None:
+    """As those of several workers are: backward does not look at optimizers, and the update does."""
+    model, plain = model_of(), model_of()
+    optimizer, reference = (torch.optim.Adam(one.parameters(), lr=0.01) for one in (model, plain))
+    index, change = 0, REPLACEMENTS[what]
+
+    def on_gradients(_: object) -> None:
+        if index == 3 and when == "in on_gradients":
+            change(optimizer)
+
+    with ab.Executor(ab.TrainStep(model, loss_of, optimizer, on_gradients=on_gradients), engine="graph") as executor:
+        for index in range(7):
+            size = 3 if index >= 3 and "another kind" in when else 6
+            batch = {name: value[:size] for name, value in batch_of(index).items()}
+            if index == 3:
+                change(reference)
+                if when != "in on_gradients":
+                    change(optimizer)
+            executor.run(batch=batch)
+            plain_step(plain, loss_of, reference, batch)
+            assert_same(model, plain)
+
+
+def test_a_graph_step_in_parts_looks_at_its_optimizers_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[str] = []
+
+    def note(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: [looks.append(name), function(*args)][1])
+
+    note(BoundState, "_now")
+    note(step_state, "has_state")
+    model = model_of()
+    step = ab.TrainStep(model, loss_of, torch.optim.Adam(model.parameters()), on_gradients=lambda gradients: None)
+    with ab.Executor(step, engine="graph") as executor:
+        for index in range(4):
+            executor.run(batch=batch_of(index))
+        looks.clear()
+        for index in range(4):
+            executor.run(batch=batch_of(index))
+    assert looks == ["_now"] * 8
 
 
 # The end of an epoch
