@@ -525,7 +525,7 @@ def test_a_graph_step_in_parts_looks_at_its_optimizers_once(monkeypatch: pytest.
         looks.clear()
         for index in range(4):
             executor.run(batch=batch_of(index))
-    assert looks == ["_now"] * 8
+    assert looks == ["_now"] * 4
 
 
 # The end of an epoch

@@ -38,20 +38,22 @@ class BoundState:
         """Record the optimizers' state as it is now."""
         self._state = self._now()[1]
 
-    def intact(self, *, kept_by_optimizers: bool = True) -> bool:
+    def intact(self, *, optimizers: bool = True, kept_by_optimizers: bool = True) -> bool:
         """Return True if every object is identical to the recorded one.
 
         Args:
-            kept_by_optimizers: check the optimizers' state too; false if they step outside the graph.
+            optimizers: check the optimizers, too.
+            kept_by_optimizers: and their state; false if they step outside the graph.
 
         Raises:
             CaptureError: a hook was set that a graph would not call.
         """
         if RemovableHandle.next_id != self._next_handle:
             self._refuse_new_hooks()
-        groups, state = self._now()
-        if not _same(groups, self._groups) or (kept_by_optimizers and not _same(state, self._state)):
-            return False
+        if optimizers:
+            groups, state = self._now()
+            if not _same(groups, self._groups) or (kept_by_optimizers and not _same(state, self._state)):
+                return False
         return list(map(Tensor.data_ptr, self._tensors)) == self._places or self._moved_alike()
 
     def _now(self) -> tuple[list[object], list[object]]:
