@@ -6,6 +6,7 @@ import copy
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -336,6 +337,25 @@ def test_a_late_step_is_raised_by_a_save_behind_a_run_that_failed(fetch: list[st
         with pytest.raises(ab.NonFinite, match="after 2 optimizer steps"):
             executor.save(tmp_path)
         executor.save(tmp_path)
+        assert executor.step == 2
+
+
+@pytest.mark.usefixtures("_late")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_late_step_is_raised_by_an_evaluation(engine: Any) -> None:
+    model = model_of()
+    step = ab.TrainStep(model, loss_of, FUSED["adam"](model))
+    validate = ab.EvalStep(model, lambda model, batch: {"loss": loss_of(model, batch)})
+    batches = iter([batch_of(0), batch_of(1)])
+    with ab.Executor({"train": step, "validate": validate}, engine=engine) as executor:
+        for count, evaluate in enumerate(
+            [partial(executor.run, "validate", batch_of(0)), partial(executor.evaluate, "validate", batches)], 1
+        ):
+            executor.run("train", batch=batch_of(0))
+            executor.run("train", batch=batch_of(1, bad=True))
+            with pytest.raises(ab.NonFinite, match=f"after {count} optimizer steps"):
+                evaluate()
+            assert evaluate()["loss"].isfinite()  # also of an iterator's batches
         assert executor.step == 2
 
 
