@@ -359,6 +359,24 @@ def test_a_late_step_is_raised_by_an_evaluation(engine: Any) -> None:
         assert executor.step == 2
 
 
+def test_a_late_look_at_parameters_that_it_knows_hashes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    parameters = [*model.parameters()]
+    optimizer = torch.optim.Adam(parameters, fused=True)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    late = LateCheck([optimizer], torch.device("cpu"))
+    with late.heeded():
+        assert late.look(parameters, parameters)
+        with monkeypatch.context() as patch:
+            patch.setattr(Tensor, "__hash__", None)
+            assert late.look(parameters, parameters)
+        del optimizer.state[parameters[1]]
+        assert not late.look(parameters, parameters)
+        assert late.look(parameters[2:], parameters[2:])
+
+
 def test_a_late_look_that_is_refused_leaves_nothing_behind() -> None:
     weight, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     optimizer = torch.optim.Adam([weight, other], fused=True)
@@ -366,7 +384,7 @@ def test_a_late_look_that_is_refused_leaves_nothing_behind() -> None:
     optimizer.step()
     late, before = LateCheck([optimizer], torch.device("cpu")), weight.detach().clone()
     with late.heeded():
-        assert not late.look({weight: torch.full((2,), torch.nan), other: torch.ones(1).expand(2)})
+        assert not late.look([weight, other], [torch.full((2,), torch.nan), torch.ones(1).expand(2)])
         optimizer.step()
     assert not torch.equal(weight, before)
     assert not late.failed()
