@@ -1,4 +1,4 @@
-"""A step's gradients, weighted by rows and averaged over the workers while backward still runs.
+"""A step's gradients, weighted by rows and averaged over the workers, by gloo and NCCL while backward still runs.
 
 Gradients become final one by one, in an order that may differ between ranks; collectives must start in one order on
 all of them. So parameters are laid out in buckets, in reverse order of the model (backward's order, more or less), the
@@ -9,6 +9,9 @@ same on every rank, and a bucket is launched once it *and its predecessors* are 
     bucket 0 [c b | flags]   └────┬────┘ launch ═════════════════════> wait, divide
     bucket 1 [a   | flags]        │                       └ launch ══> wait, divide
     backward, rank 1        b ready, c unused: zeros with the flag "no gradient", launched at the finish
+
+In shared memory a launched bucket is there for the others, and the ranks sum it at the finish: no thread sums beside
+backward. A single bucket is copied at the end of backward, with nothing to be gained before.
 
 A bucket is one flat tensor: each parameter's gradient times the weight of its run, then a flag a parameter. The flags
 are summed like everything else, so afterwards every rank knows which parameters received a gradient from anyone: the
