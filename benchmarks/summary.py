@@ -394,6 +394,12 @@ FIGURES = [
     Figure("step as a graph / the loop", of_models("step_graph", "executor"), (0.69, 0.62, 0.92, 0.77, 1, 1)),
     Figure("two workers, tape / DDP", of_models("data_parallel", "executor, tape"), WORKERS),
     Figure("two workers, graph / DDP", of_models("data_parallel", "executor, graph"), WORKERS),
+    Figure(
+        "1 MiB of four workers: gloo / shared memory",
+        lambda results: [results.row("all_reduce", KiB=1024)["median_ratio"]],
+        (15,),
+        least=True,
+    ),
     Figure("26 tables / FBGEMM: Adagrad, row-wise, SGD", of_fbgemm, (0.4, 0.7, 0.7)),
     Figure("pull and push / (echo + kernels)", lambda results: [shard_ratio(results)], (1.25,)),
     Figure("cached bytes / the best static cache's; 8 bits / uncached", cache_ratios, (1.08, 0.13)),
