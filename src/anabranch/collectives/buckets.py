@@ -46,6 +46,8 @@ HEADER = "all_reduce of rows and loss"
 def in_buckets(parameters: Mapping[str, Tensor], close_at: int = _BUCKET_BYTES) -> list[list[tuple[str, Tensor]]]:
     """Return the buckets of dense gradients: parameters of one dtype and device, the model's last ones first.
 
+    A bucket has half of ``close_at`` bytes to all of it, and more only with a parameter of more than half.
+
     >>> [[name for name, _ in some] for some in in_buckets({"a": torch.ones(2), "b": torch.ones(2)}, close_at=8)]
     [['b'], ['a']]
     """
@@ -53,10 +55,11 @@ def in_buckets(parameters: Mapping[str, Tensor], close_at: int = _BUCKET_BYTES) 
     still_open: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
     for name, parameter in reversed(list(parameters.items())):
         members = still_open.setdefault((parameter.dtype, parameter.device), [])
-        members.append((name, parameter))
-        if sum(member.nbytes for _, member in members) >= close_at:
+        size = sum(member.nbytes for _, member in members)
+        if size >= close_at / 2 and size + parameter.nbytes > close_at:  # no message of a bias alone
             closed.append(list(members))
             members.clear()
+        members.append((name, parameter))
     return [*closed, *(members for members in still_open.values() if members)]
 
 
@@ -182,7 +185,7 @@ class GradientBuckets:
         workers: the group to sum over; ``None`` accumulates over runs only.
         sparse: names of the parameters known to have sparse gradients.
         header: the number of extra values of the caller in the first bucket.
-        bucket_bytes: a bucket is closed once it holds that many.
+        bucket_bytes: the size of a bucket, as ``in_buckets`` closes it.
 
     Attributes:
         parameters: those of the last ``lay_out``.
