@@ -150,9 +150,7 @@ def test_training_gives_the_parameters_that_it_gives_over_gloo(workers: int) -> 
 
 
 def of_half_types() -> list[list[Any]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Workers, "start_all_reduce", None)  # over gloo
-        return [trained(name) for name in ("float16", "bfloat16")]
+    return [trained(name) for name in ("float16", "bfloat16")]
 
 
 def trained_over_hosts() -> list[list[Any]]:
@@ -170,7 +168,8 @@ def test_training_over_several_hosts_gives_the_same_parameters() -> None:
         assert values == first[3] == pytest.approx(expected[3], rel=0, abs=1e-12)
 
 
-def test_half_types_are_summed_in_float32_in_shared_memory() -> None:
+def test_half_types_are_summed_as_before() -> None:
+    """In a sum of float32 numbers, and over gloo."""
     for (used, *_, values), (*_, others) in zip(*in_job(of_half_types, 2), strict=True):
         assert used
         assert values == others

@@ -31,11 +31,9 @@ _COUNTS_BYTES = 16  # the number of rows and whether they are dense, int64
 def summing_dtype(parameter: Tensor) -> torch.dtype:
     """Return the dtype that gradients times their rows are summed in.
 
-    float32 for float16, which ends at 65504: a gradient of 20 on 4096 rows is beyond. On a CPU also for bfloat16, of
-    which there are no sums in shared memory. The mean is of the parameter's dtype again.
+    float32 for float16, which ends at 65504: a gradient of 20 on 4096 rows is beyond. The mean is float16 again.
     """
-    widened = parameter.dtype is torch.float16 or (parameter.dtype is torch.bfloat16 and parameter.device.type == "cpu")
-    return torch.float32 if widened else parameter.dtype
+    return torch.float32 if parameter.dtype is torch.float16 else parameter.dtype
 
 
 def sparse_bytes(longest: int, row: int, dtype: torch.dtype) -> int:

@@ -239,8 +239,7 @@ class _Costs:
         trained = route.tensor is None or route.tensor.requires_grad
         moved = seen.moved if trained else 0
         if route.place is Place.WORKERS:
-            like = torch.empty(0, dtype=route.dtype, device="cpu") if route.tensor is None else route.tensor
-            dtype = summing_dtype(like)
+            dtype = summing_dtype(torch.empty(0, dtype=route.dtype, device="cpu"))
             if route.tensor in self._sparse:
                 return sparse_bytes(max(1, moved), _width(route), dtype)
             return (math.prod(route.shape) + _FLAGS) * dtype.itemsize
