@@ -271,6 +271,18 @@ TABLES: dict[str, Callable[[Results], list[Row]]] = {
     "all-reduce": all_reduce,
     "tables": embedding_step,
     "growth": growth,
+    "threads": partial(
+        plain,
+        name="tables_threads",
+        heads={
+            "table": ("table", ""),
+            "verb": ("", ""),
+            "rows": ("distinct rows", ","),
+            "one": ("one thread (ms)", ".2f"),
+            "two": ("two threads (ms)", ".2f"),
+            "ratio": ("ratio", ".2f"),
+        },
+    ),
     "shard": shard,
     "cached-tables": cached_tables,
     "skews": partial(
@@ -428,7 +440,19 @@ FIGURES = [
     Figure("step as a graph / the loop", of_models("step_graph", "executor"), (0.69, 0.62, 0.92, 0.77, 1, 1)),
     Figure("two workers, tape / DDP", of_models("data_parallel", "executor, tape"), WORKERS),
     Figure("two workers, graph / DDP", of_models("data_parallel", "executor, graph"), WORKERS),
+    Figure(
+        "1 MiB of four workers: gloo / shared memory",
+        lambda results: [results.row("all_reduce", KiB=1024)["median_ratio"]],
+        (15,),
+        least=True,
+    ),
     Figure("26 tables / FBGEMM: Adagrad, row-wise, SGD", of_fbgemm, (0.4, 0.7, 0.7)),
+    Figure(
+        "two threads, fixed and dynamic: pull, push of 26,000; of 100,000",
+        lambda results: [row["ratio"] for row in results.rows("tables_threads")],
+        (1.3, 1.5, 1.45, 1.65) * 2,
+        least=True,
+    ),
     Figure("pull and push / (echo + kernels)", lambda results: [shard_ratio(results)], (1.25,)),
     Figure("cached bytes / the best static cache's; 8 bits / uncached", cache_ratios, (1.08, 0.13)),
     Figure("cached steps a second / uncached", cached_speed, (2.5,), least=True),

@@ -1,6 +1,6 @@
 """Embedding tables: one step of gather, merge and update against torch's own modules, and against FBGEMM where it is.
 
-    python benchmarks/tables.py                      # P2 against torch, and cost as tables grow
+    python benchmarks/tables.py                      # P2 against torch, cost as tables grow, and two threads
     make bench-peers                                 # the same beside FBGEMM, in a virtual environment of its own
 
 26 tables of 100,000 rows of 16, batches of 2,048 Zipf-distributed lookups a table. Every side gets the same ids and the
@@ -165,6 +165,31 @@ def growth(largest: int, rounds: int) -> list[dict[str, object]]:
     return results
 
 
+def two_threads(rounds: int) -> list[dict[str, object]]:
+    """Pull and push of distinct rows, as workers send them to a shard, by one thread and by two."""
+    rule = RowOptimizer.from_factory(OPTIMIZERS["Adagrad"])
+    generator = torch.Generator().manual_seed(0)
+    results: list[dict[str, object]] = []
+    for kind, size in (("fixed", 1_000_000), ("dynamic", None)):
+        for rows in (26_000, 100_000):
+            batches = [
+                (torch.randperm(1_000_000, generator=generator)[:rows].sort()[0], torch.randn(rows, WIDTH))
+                for _ in range(3)
+            ]
+            sides: dict[str, Step] = {}
+            for threads in (1, 2):
+                spec = TableSpec("t", size, WIDTH, initial=Normal(0, 0.01))
+                table = Table(spec, rule, pool=KernelThreads(threads))
+                sides[f"pull {threads}"] = lambda ids, _, table=table: table.pull(ids, training=True)  # type: ignore[misc]
+                sides[f"push {threads}"] = table.push
+            found = alternate(sides, batches, rounds)
+            for verb in ("pull", "push"):
+                one, two = (found[f"{verb} {threads}"]["median"] for threads in (1, 2))
+                results.append({"table": kind, "rows": rows, "verb": verb, "one": one, "two": two, "ratio": one / two})
+                print(f"{kind:8} {verb} of {rows:>7,} rows: {one:.2f} ms, two threads {two:.2f}, {one / two:.2f} times")
+    return results
+
+
 def has_fbgemm() -> bool:
     try:
         import fbgemm_gpu  # noqa: F401
@@ -186,6 +211,8 @@ def main() -> None:
     keep("tables", before, steps, arguments.out, bars="ours / theirs", by=("optimizer", "side"))
     grown = growth(arguments.largest, arguments.rounds)
     keep("tables_growth", before, grown, arguments.out, bars="median", by=("rows",))
+    both = two_threads(arguments.rounds)
+    keep("tables_threads", before, both, arguments.out, bars="ratio", by=("table", "verb", "rows"))
 
 
 if __name__ == "__main__":

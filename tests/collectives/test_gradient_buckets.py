@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from anabranch.autodiff import GradManager
 from anabranch.collectives import GradientBuckets
+from anabranch.collectives.buckets import in_buckets
 
 
 class Done:
@@ -83,6 +84,15 @@ def test_a_bucket_is_launched_as_soon_as_it_and_its_predecessors_are_complete() 
     assert len(workers.log) == 2
     buckets.ready(model[1].weight, torch.ones(4, 4))
     assert len(workers.log) == 4
+
+
+def test_buckets_are_closed_before_they_are_too_large() -> None:
+    sizes = {"a": 4, "large": 40, "bias": 1, "b": 5, "c": 3, "d": 2, "e": 4}
+    parameters = {name: torch.ones(size, dtype=torch.int8) for name, size in sizes.items()}
+    names = [[name for name, _ in members] for members in in_buckets(parameters, close_at=10)]
+    assert names == [["e", "d", "c"], ["b", "bias"], ["large"], ["a"]]
+    small_first = in_buckets({name: parameters[name] for name in ("large", "bias")}, close_at=10)
+    assert [name for name, _ in small_first[0]] == ["bias", "large"]
 
 
 def test_launches_overlap_the_rest_of_backward() -> None:

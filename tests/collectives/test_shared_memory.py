@@ -272,6 +272,16 @@ def test_sums_on_other_devices_and_of_other_dtypes_ask_nobody() -> None:
     assert shared_sums(None, forms) == [None, None]  # type: ignore[arg-type]
 
 
+def test_no_process_can_shrink_or_grow_the_memory() -> None:
+    descriptor = shared._create(8192)
+    try:
+        for size in (0, 16_384):
+            with pytest.raises(PermissionError), open(f"/proc/self/fd/{descriptor}", "r+b", buffering=0) as file:
+                file.truncate(size)
+    finally:
+        os.close(descriptor)
+
+
 # A rank that ends, freezes, leaves or does not come.
 
 

@@ -6,6 +6,7 @@ import copy
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch.optim import SGD, Optimizer
 import anabranch as ab
 from anabranch.executor.engines import gradients
 from anabranch.executor.engines.gradients import LateCheck, all_finite, nonfinite_names
+from anabranch.graph.step import step_state
+from anabranch.graph.step.bound_state import BoundState
 from plain_loop import TrainingCase, check
 from toys import assert_same, plain_step
 
@@ -337,6 +340,43 @@ def test_a_late_step_is_raised_by_a_save_behind_a_run_that_failed(fetch: list[st
         assert executor.step == 2
 
 
+@pytest.mark.usefixtures("_late")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_late_step_is_raised_by_an_evaluation(engine: Any) -> None:
+    model = model_of()
+    step = ab.TrainStep(model, loss_of, FUSED["adam"](model))
+    validate = ab.EvalStep(model, lambda model, batch: {"loss": loss_of(model, batch)})
+    batches = iter([batch_of(0), batch_of(1)])
+    with ab.Executor({"train": step, "validate": validate}, engine=engine) as executor:
+        for count, evaluate in enumerate(
+            [partial(executor.run, "validate", batch_of(0)), partial(executor.evaluate, "validate", batches)], 1
+        ):
+            executor.run("train", batch=batch_of(0))
+            executor.run("train", batch=batch_of(1, bad=True))
+            with pytest.raises(ab.NonFinite, match=f"after {count} optimizer steps"):
+                evaluate()
+            assert evaluate()["loss"].isfinite()  # also of an iterator's batches
+        assert executor.step == 2
+
+
+def test_a_late_look_at_parameters_that_it_knows_hashes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    parameters = [*model.parameters()]
+    optimizer = torch.optim.Adam(parameters, fused=True)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    late = LateCheck([optimizer], torch.device("cpu"))
+    with late.heeded():
+        assert late.look(parameters, parameters)
+        with monkeypatch.context() as patch:
+            patch.setattr(Tensor, "__hash__", None)
+            assert late.look(parameters, parameters)
+        del optimizer.state[parameters[1]]
+        assert not late.look(parameters, parameters)
+        assert late.look(parameters[2:], parameters[2:])
+
+
 def test_a_late_look_that_is_refused_leaves_nothing_behind() -> None:
     weight, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     optimizer = torch.optim.Adam([weight, other], fused=True)
@@ -344,7 +384,7 @@ def test_a_late_look_that_is_refused_leaves_nothing_behind() -> None:
     optimizer.step()
     late, before = LateCheck([optimizer], torch.device("cpu")), weight.detach().clone()
     with late.heeded():
-        assert not late.look({weight: torch.full((2,), torch.nan), other: torch.ones(1).expand(2)})
+        assert not late.look([weight, other], [torch.full((2,), torch.nan), torch.ones(1).expand(2)])
         optimizer.step()
     assert not torch.equal(weight, before)
     assert not late.failed()
@@ -471,6 +511,59 @@ def test_on_gradients_sees_averaged_gradients_before_clipping_and_may_change_the
             for one, two in zip(model.parameters(), plain.parameters(), strict=True):
                 torch.testing.assert_close(one, two)
         assert len(seen) == 4
+
+
+REPLACEMENTS: dict[str, Callable[[Optimizer], object]] = {
+    "no state": lambda optimizer: optimizer.state.clear(),
+    "its own state": lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+    "betas": lambda optimizer: optimizer.param_groups[0].update(betas=(0.5, 0.6)),
+    "another group": lambda optimizer: optimizer.param_groups.__setitem__(0, dict(optimizer.param_groups[0], lr=0.1)),
+}
+
+
+@pytest.mark.parametrize("when", ["in on_gradients", "before", "before a batch of another kind"])
+@pytest.mark.parametrize("what", REPLACEMENTS)
+def test_an_optimizer_may_change_at_any_time_where_steps_are_taken_in_parts(what: str, when: str) -> None:
+    """As those of several workers are: backward does not look at optimizers, and the update does."""
+    model, plain = model_of(), model_of()
+    optimizer, reference = (torch.optim.Adam(one.parameters(), lr=0.01) for one in (model, plain))
+    index, change = 0, REPLACEMENTS[what]
+
+    def on_gradients(_: object) -> None:
+        if index == 3 and when == "in on_gradients":
+            change(optimizer)
+
+    with ab.Executor(ab.TrainStep(model, loss_of, optimizer, on_gradients=on_gradients), engine="graph") as executor:
+        for index in range(7):
+            size = 3 if index >= 3 and "another kind" in when else 6
+            batch = {name: value[:size] for name, value in batch_of(index).items()}
+            if index == 3:
+                change(reference)
+                if when != "in on_gradients":
+                    change(optimizer)
+            executor.run(batch=batch)
+            plain_step(plain, loss_of, reference, batch)
+            assert_same(model, plain)
+
+
+def test_a_graph_step_in_parts_looks_at_its_optimizers_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[str] = []
+
+    def note(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: [looks.append(name), function(*args)][1])
+
+    note(BoundState, "_now")
+    note(step_state, "has_state")
+    model = model_of()
+    step = ab.TrainStep(model, loss_of, torch.optim.Adam(model.parameters()), on_gradients=lambda gradients: None)
+    with ab.Executor(step, engine="graph") as executor:
+        for index in range(4):
+            executor.run(batch=batch_of(index))
+        looks.clear()
+        for index in range(4):
+            executor.run(batch=batch_of(index))
+    assert looks == ["_now"] * 4
 
 
 # The end of an epoch

@@ -1,4 +1,4 @@
-"""A step's gradients, weighted by rows and averaged over the workers while backward still runs.
+"""A step's gradients, weighted by rows and averaged over the workers, by gloo and NCCL while backward still runs.
 
 Gradients become final one by one, in an order that may differ between ranks; collectives must start in one order on
 all of them. So parameters are laid out in buckets, in reverse order of the model (backward's order, more or less), the
@@ -9,6 +9,9 @@ same on every rank, and a bucket is launched once it *and its predecessors* are 
     bucket 0 [c b | flags]   └────┬────┘ launch ═════════════════════> wait, divide
     bucket 1 [a   | flags]        │                       └ launch ══> wait, divide
     backward, rank 1        b ready, c unused: zeros with the flag "no gradient", launched at the finish
+
+In shared memory a launched bucket is there for the others, and the ranks sum it at the finish: no thread sums beside
+backward. A single bucket is copied at the end of backward, with nothing to be gained before.
 
 A bucket is one flat tensor: each parameter's gradient times the weight of its run, then a flag a parameter. The flags
 are summed like everything else, so afterwards every rank knows which parameters received a gradient from anyone: the
@@ -43,6 +46,8 @@ HEADER = "all_reduce of rows and loss"
 def in_buckets(parameters: Mapping[str, Tensor], close_at: int = _BUCKET_BYTES) -> list[list[tuple[str, Tensor]]]:
     """Return the buckets of dense gradients: parameters of one dtype and device, the model's last ones first.
 
+    A bucket has half of ``close_at`` bytes to all of it, and more only with a parameter of more than half.
+
     >>> [[name for name, _ in some] for some in in_buckets({"a": torch.ones(2), "b": torch.ones(2)}, close_at=8)]
     [['b'], ['a']]
     """
@@ -50,10 +55,11 @@ def in_buckets(parameters: Mapping[str, Tensor], close_at: int = _BUCKET_BYTES) 
     still_open: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
     for name, parameter in reversed(list(parameters.items())):
         members = still_open.setdefault((parameter.dtype, parameter.device), [])
-        members.append((name, parameter))
-        if sum(member.nbytes for _, member in members) >= close_at:
+        size = sum(member.nbytes for _, member in members)
+        if size >= close_at / 2 and size + parameter.nbytes > close_at:  # no message of a bias alone
             closed.append(list(members))
             members.clear()
+        members.append((name, parameter))
     return [*closed, *(members for members in still_open.values() if members)]
 
 
@@ -179,7 +185,7 @@ class GradientBuckets:
         workers: the group to sum over; ``None`` accumulates over runs only.
         sparse: names of the parameters known to have sparse gradients.
         header: the number of extra values of the caller in the first bucket.
-        bucket_bytes: a bucket is closed once it holds that many.
+        bucket_bytes: the size of a bucket, as ``in_buckets`` closes it.
 
     Attributes:
         parameters: those of the last ``lay_out``.

@@ -33,6 +33,7 @@ on what was complete when one of them was lost, and a frozen rank that wakes com
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import logging
 import mmap
 import os
@@ -611,9 +612,11 @@ def _meet(workers: Workers, first: int, size: int) -> _Memory | None:
 
 
 def _create(size: int) -> int:
-    descriptor = os.memfd_create("anabranch-sums", os.MFD_CLOEXEC)
+    descriptor = os.memfd_create("anabranch-sums", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(descriptor, 0, size)  # too little memory is an error here, and SIGBUS later
+        # Whoever may open it could shrink it under all ranks, which SIGBUS would end.
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except OSError:
         os.close(descriptor)
         raise

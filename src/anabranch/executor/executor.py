@@ -623,6 +623,7 @@ class Executor:
         return act() if self._redo is None else self._redo.call(name, act, self._catch_up)
 
     def _evaluate(self, name: str, step: EvalStep, batch: Structure | None, fetch: Fetch) -> dict[str, Tensor]:
+        self._check_late()
         taken = as_tensors(self._batches.next_to_evaluate(name) if batch is None else batch, self._devices[name])
         while True:
             try:
@@ -673,9 +674,14 @@ class Executor:
                 return evaluate(bound, rows, partial(self.run, name), self._workers)
 
         with self._reporting_failures():
+            self._check_late()  # before the loader is begun
             if isinstance(bound.source, Iterator):  # which is not read again
                 return act()
             return self._together(f"evaluate({name!r})", act)
+
+    def _check_late(self) -> None:
+        for runner in self._runners.values():
+            runner.check_late()
 
     def _rows_of(self, name: str, step: EvalStep, batch: Structure) -> float:
         return rows_of(step, as_tensors(batch, self._devices[name]))
@@ -1185,8 +1191,7 @@ class Executor:
     def _close_save(self) -> None:
         if self._failed is None:
             self._finish_save()
-            for runner in self._runners.values():
-                runner.check_late()
+            self._check_late()
         else:
             self._saver.abandon(Deadline.after(self._spec.timeout))
 

@@ -88,7 +88,8 @@ class TrainStep(StepDescription):
             ``NonFinite`` and updates nothing; ``True``: it is skipped and counted, on all workers
             (``Executor.statistics().skipped_steps``); ``None``: there is no check, and it is applied as in a plain
             loop. A single worker whose parameters are on one GPU, with optimizers of ``fused=True``, does not wait for
-            it there: such a step updates nothing either, and the next run, save or the end of the block raises.
+            it there: such a step updates nothing either, and the next run, evaluation, save or the end of the block
+            raises.
         clip_grad_value: the largest absolute value of a gradient's element, as ``torch.nn.utils.clip_grad_value_``;
             after ``clip_grad_norm``, if both are given.
         on_gradients: called as ``on_gradients(gradients)`` before clipping and the optimizers, with the local gradients

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -286,8 +286,8 @@ class Engine:
         looked = False
         if (late := self.late_check) is not None:
             self.settle()
-            reached = {p: p.grad for p in self.parameters.values() if p.grad is not None}
-            looked = late.look(reached)
+            reached = [parameter for parameter in self.parameters.values() if parameter.grad is not None]
+            looked = late.look(reached, [cast("Tensor", parameter.grad) for parameter in reached])
         if not looked and self._step.skip_nonfinite is not None and (names := self.nonfinite()):
             return StepOutput(ran.loss, ran.returned, names)
         if self._step.clip_grad_norm is not None:

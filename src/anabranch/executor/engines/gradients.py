@@ -11,9 +11,10 @@ import operator
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -23,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from anabranch.choices import listed
 from anabranch.errors import NonFinite
+from anabranch.graph.step.bound_state import identical
 from anabranch.tensors import flatten
 
 _LARGE = 1 << 15  # elements of a tensor on the CPU that a sum, which only reads, checks faster
@@ -188,6 +190,8 @@ class LateCheck:
         self._answer = torch.zeros((), device="cpu", dtype=torch.float32, pin_memory=on_gpu)
         self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
         self._open = self._looked = self._failed = False
+        self._stepped: list[Tensor] = []  # all that have state, and those of the last look
+        self._looked_at: list[Tensor] = []
         self._before: _Numbers = []  # at the step, and behind it
         self._behind: _Numbers = []
         self._schedules: list[dict[str, Any]] = []
@@ -212,16 +216,20 @@ class LateCheck:
             for optimizer in self._optimizers:
                 vars(optimizer).pop("found_inf", None)
 
-    def look(self, gradients: Mapping[Tensor, Tensor]) -> bool:
+    def look(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
         """Look at the gradients of some parameters; return False if this cannot be done without waiting."""
         # Fused SGD would take what was in memory for a momentum, if it passed over a parameter's first step; a gradient
-        # that no optimizer clears would stay.
-        stepped = set().union(*(optimizer.state for optimizer in self._optimizers))
-        if not stepped.issuperset(gradients) or not all("found_inf" in vars(one) for one in self._optimizers):
+        # that no optimizer clears would stay. Lists are compared first: a tensor's hash is Python's.
+        stepped: list[Tensor] = [*chain.from_iterable(optimizer.state for optimizer in self._optimizers)]
+        if not (identical(stepped, self._stepped) and identical(parameters, self._looked_at)):
+            if not set(stepped).issuperset(parameters):
+                return False
+            self._stepped, self._looked_at = stepped, [*parameters]
+        if not all("found_inf" in vars(one) for one in self._optimizers):
             return False
         try:
             _, one = _scratch(self._bad.device, threading.get_ident())
-            torch._amp_foreach_non_finite_check_and_unscale_([*gradients.values()], self._bad, one)
+            torch._amp_foreach_non_finite_check_and_unscale_([*gradients], self._bad, one)
         except RuntimeError:  # memory that overlaps itself, several dtypes or devices
             self._bad.zero_()  # others may have been looked at before
             return False

@@ -220,8 +220,7 @@ class GraphEngine(Engine):
         if (late := self.late_check) is not None:
             self.settle()
             self._program.read_numbers()  # schedulers may have gone back, also behind another step that shares them
-            reached = {self.parameters[name]: gradient for name, gradient in zip(names, dense, strict=True)}
-            if own and not sparse and late.look(reached):
+            if own and not sparse and late.look([self.parameters[name] for name in names], dense):
                 return True
         if not sparse and all_finite(dense, own=own):
             return True

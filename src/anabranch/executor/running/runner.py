@@ -35,6 +35,7 @@ from anabranch.executor.loaders.leaf_ids import LeafIds
 from anabranch.executor.running.remote import refusal_of
 from anabranch.executor.running.window import RemoteWindow, Total, header, total_of
 from anabranch.executor.steps import Step, TrainStep, parameters_of
+from anabranch.graph.step.bound_state import identical
 from anabranch.graph.step.joint import accumulate
 from anabranch.interrupts import releasing_interrupts
 from anabranch.job import Job
@@ -473,7 +474,7 @@ class StepRunner:
         for optimizer in self.step.optimizers:
             for group in optimizer.param_groups:
                 held += group["params"]
-        if len(held) == len(self._held) and all(map(operator.is_, held, self._held)):
+        if identical(held, self._held):
             return
         now = {*parameters_here(self.step.model).values()}
         added = [(o, p) for o in self.step.optimizers for p in parameters_of(o) if p not in self._known]

@@ -38,20 +38,22 @@ class BoundState:
         """Record the optimizers' state as it is now."""
         self._state = self._now()[1]
 
-    def intact(self, *, kept_by_optimizers: bool = True) -> bool:
+    def intact(self, *, optimizers: bool = True, kept_by_optimizers: bool = True) -> bool:
         """Return True if every object is identical to the recorded one.
 
         Args:
-            kept_by_optimizers: check the optimizers' state too; false if they step outside the graph.
+            optimizers: check the optimizers, too.
+            kept_by_optimizers: and their state; false if they step outside the graph.
 
         Raises:
             CaptureError: a hook was set that a graph would not call.
         """
         if RemovableHandle.next_id != self._next_handle:
             self._refuse_new_hooks()
-        groups, state = self._now()
-        if not _same(groups, self._groups) or (kept_by_optimizers and not _same(state, self._state)):
-            return False
+        if optimizers:
+            groups, state = self._now()
+            if not identical(groups, self._groups) or (kept_by_optimizers and not identical(state, self._state)):
+                return False
         return list(map(Tensor.data_ptr, self._tensors)) == self._places or self._moved_alike()
 
     def _now(self) -> tuple[list[object], list[object]]:
@@ -110,7 +112,7 @@ class OptimizerGroups:
         """Copy the rates, and return the other numbers as they are now."""
         names: list[object] = list(chain.from_iterable(self._groups))
         values: list[object] = list(chain.from_iterable(map(_values, self._groups)))
-        if not self._all_plain or names != self._names or not _same(values, self._values):
+        if not self._all_plain or names != self._names or not identical(values, self._values):
             for group, tensor in zip(self._groups, self._rates, strict=True):
                 if type(group.get("lr")) in (float, int):  # others step outside the graph
                     tensor.fill_(group["lr"])
@@ -150,7 +152,8 @@ def _hashable(value: object) -> object:
 _values = dict.values
 
 
-def _same(some: Sequence[object], others: Sequence[object]) -> bool:
+def identical(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Return True if both have the same objects."""
     return len(some) == len(others) and all(map(operator.is_, some, others))
 
 

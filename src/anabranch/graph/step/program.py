@@ -225,7 +225,8 @@ class StepProgram(StepState):
     def _key(self, whole: bool, gradients: tuple[str, ...]) -> JointKey:
         if not self.differentiates:  # Dynamo guards all that it reads
             return JointKey(False, self.epoch, None, ())
-        if not self._state.intact(kept_by_optimizers=self.refused_update is None):
+        # Forward and backward do not depend on the optimizers, and `update` looks at them as they are then.
+        if not self._state.intact(optimizers=whole, kept_by_optimizers=self.refused_update is None):
             self._bind()
         before = self.numbers
         if (numbers := self.read_numbers()) != before:
@@ -281,8 +282,9 @@ class StepProgram(StepState):
     def finish(self, joint: Joint) -> None:
         """Confirm a program after the optimizers' own step, whose new state is not a change."""
         joint.confirmed = True
-        self._state.note_optimizer_state()
-        joint.take_state()
+        if joint.key.whole:
+            self._state.note_optimizer_state()
+            joint.take_state()
         self._last = joint.graph
 
     # --- programs

@@ -101,12 +101,13 @@ class StepState:
 
     def captured_update(self, dense: Mapping[str, Tensor]) -> Graph | None:
         """Return the optimizers' step on dense gradients like these; ``None`` without state, or if it is refused."""
-        parameters = [self.parameters[name] for name in dense]
-        if self.refused_update is not None or not has_state(self.optimizers, parameters):
+        if self.refused_update is not None:
             return None
         heeded = [id(vars(optimizer).get("found_inf")) for optimizer in self.optimizers]  # each held by its graph
         key = (tuple(dense), self._contents.read(), tuple(heeded))
-        if key not in self._updates:
+        if key not in self._updates:  # later, state that is not there any more has another identity
+            if not has_state(self.optimizers, [self.parameters[name] for name in dense]):
+                return None
             self._state.note_optimizer_state()
             try:
                 self._updates[key] = capture_update(self.optimizers, dense, self._contents, self.names)

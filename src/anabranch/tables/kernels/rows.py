@@ -284,10 +284,14 @@ def merge(
 
     Returns distinct rows, where each table's begin, and their gradients and squares.
     """
-    lookups, count, size = 0, 0, 16
-    for row in rows:
-        lookups += row >= 0 and _thread_of(row, threads) == thread
-    while size <= 2 * (starts[1:] - starts[:-1]).max():
+    mine, begins, end = np.empty(rows.size, np.uint32), np.zeros_like(starts), U(0)
+    for k in range(starts.size - 1):
+        for j in range(U(starts[k]), U(starts[k + 1])):
+            mine[end] = j  # a branch would be mispredicted for every other lookup of two threads
+            end += U((rows[j] >= 0) & (_thread_of(rows[j], threads) == thread))
+        begins[k + 1] = end
+    lookups, count, size = np.int64(end), 0, 16
+    while size <= 2 * (begins[1:] - begins[:-1]).max():
         size *= 2
     buckets = np.empty(size, np.int32)
     out_rows, out_starts = np.empty(lookups, np.int64), np.empty_like(starts)
@@ -296,14 +300,13 @@ def merge(
     out_squares, every, own = np.empty(summed, squares.dtype), np.zeros(summed), np.zeros(summed)
     for k in range(starts.size - 1):
         out_starts[k], size = count, 16
-        while size <= 2 * (starts[k + 1] - starts[k]):  # no two tables share a row: a table of few stays in the cache
+        while size <= 2 * (begins[k + 1] - begins[k]):  # no two tables share a row: a table of few stays in the cache
             size *= 2
         mask = U(size - 1)
         buckets[:size] = -1
-        for j in range(U(starts[k]), U(starts[k + 1])):
+        for n in range(U(begins[k]), U(begins[k + 1])):
+            j = U(mine[n])
             row = rows[j]
-            if row < 0 or _thread_of(row, threads) != thread:
-                continue
             at = (_scattered(row) >> U(20)) & mask
             while buckets[at] >= 0 and out_rows[buckets[at]] != row:
                 at = (at + U(1)) & mask
