@@ -286,9 +286,9 @@ def merge(
     """
     mine, begins, end = np.empty(rows.size, np.uint32), np.zeros_like(starts), U(0)
     for k in range(starts.size - 1):
-        for j in range(U(starts[k]), U(starts[k + 1])):
-            mine[end] = j  # a branch would be mispredicted for every other lookup of two threads
-            end += U((rows[j] >= 0) & (_thread_of(rows[j], threads) == thread))
+        for n in range(U(starts[k]), U(starts[k + 1])):
+            mine[end] = n  # a branch would be mispredicted for every other lookup of two threads
+            end += U((rows[n] >= 0) & (_thread_of(rows[n], threads) == thread))
         begins[k + 1] = end
     lookups, count, size = np.int64(end), 0, 16
     while size <= 2 * (begins[1:] - begins[:-1]).max():
