@@ -72,6 +72,15 @@ def test_only_regular_files_of_reasonable_size_are_read(tmp_path: Path) -> None:
         status_of(tmp_path)
 
 
+def test_a_role_that_is_none_is_refused(tmp_path: Path) -> None:
+    """Roles are shown on terminals, which this one would clear."""
+    JobFile(tmp_path).began("worker", 0, os.getpid(), None)
+    path = tmp_path / "job.json"
+    path.write_text(path.read_text().replace('"worker"', '"worker\\u001b[2J"'))
+    with pytest.raises(ValueError, match="does not describe a job"):
+        status_of(tmp_path)
+
+
 def test_a_service_that_listens_no_more_does_not_start(tmp_path: Path) -> None:
     JobFile(tmp_path).began("expert", 0, os.getpid(), f"unix:{tmp_path}/socket")
     assert status_of(tmp_path).roles[0].state == "starting"

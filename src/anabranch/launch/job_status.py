@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
@@ -32,7 +32,7 @@ _SERVICES = ("parameters", "experts", "directory")
 
 
 class _Process(msgspec.Struct, omit_defaults=True):
-    role: str
+    role: Annotated[str, msgspec.Meta(pattern=rf"^({'|'.join(_ORDER)})\Z")]  # shown on terminals
     rank: int
     pid: int | None
     endpoint: str | None

@@ -688,7 +688,7 @@ def _same_outputs(one: Schema, other: Schema) -> bool:
 
 
 def _mixed(schema: Schema) -> list[object]:
-    """What a mean of outputs depends on; how they travel does not matter, as each call reads its own schema."""
+    """Return what a mean of outputs depends on: not how they travel, as each call reads by its own schema."""
     return [spec and (spec.shape, spec.dtype) for spec in schema.output_specs]
 
 
