@@ -12,6 +12,8 @@
 from __future__ import annotations
 
 import atexit
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import cast
@@ -22,6 +24,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # defined
 
 from anabranch.job import Grid, Job
 from anabranch.liveness.meeting import BACKEND_GRACE, interruptible, meet_peers
+from anabranch.liveness.peers import job_store
 
 _SECONDS = 600.0
 _TIMEOUT = timedelta(seconds=_SECONDS + BACKEND_GRACE)  # the waits of the groups' users end earlier, with a rank's name
@@ -69,4 +72,14 @@ def _leave() -> None:
 def _own_group(lines: list[list[int]], rank: int) -> dist.ProcessGroup:
     # Every rank makes every group, in the same order, as torch wants it.
     groups = {tuple(line): interruptible(partial(dist.new_group, line, timeout=_TIMEOUT)) for line in lines}
-    return cast(dist.ProcessGroup, next(group for line, group in groups.items() if rank in line))
+    line, group = next((line, group) for line, group in groups.items() if rank in line)
+    _wait_for_members(line, rank, group.group_name)
+    return cast(dist.ProcessGroup, group)
+
+
+def _wait_for_members(ranks: Sequence[int], rank: int, name: str) -> None:
+    """Return once all have connected: with one that ends earlier, gloo's connections of the others fail."""
+    store = job_store()
+    store.set(f"anabranch/{name}/{rank}", "connected")
+    with suppress(dist.DistNetworkError):  # rank 0 has seen all, and gone with its store
+        interruptible(partial(store.wait, [f"anabranch/{name}/{one}" for one in ranks], _TIMEOUT))
