@@ -300,6 +300,14 @@ def test_processes_are_listed_before_they_start(tmp_path: Path) -> None:
         ("expert 0", "starting"),
     ]
     assert status_of(tmp_path).roles[0].steps is None
+    assert read(tmp_path)["roles"][1] == {  # type: ignore[index]
+        "role": "expert",
+        "rank": 0,
+        "pid": None,
+        "endpoint": None,
+        "started": None,
+        "begun": False,
+    }
     record.began("worker", 0, os.getpid(), None)
     record.returns("worker", 0)
     record.returns("worker", 1)  # a newcomer for which there was no room

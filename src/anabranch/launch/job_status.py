@@ -36,7 +36,7 @@ class _Process(msgspec.Struct, omit_defaults=True):
     rank: int
     pid: int | None
     endpoint: str | None
-    started: int | None = None
+    started: int | None
     begun: bool = True
     elsewhere: bool = False
 
@@ -60,8 +60,8 @@ class JobFile:
     Times are seconds since the epoch. ``endpoint`` is where a service listens: ``null`` of a worker, and of an expert
     on TCP, which takes any port. ``pid`` is ``null`` while a process is to be restarted, and before its first start,
     marked by ``"begun": false``. ``"started"`` is the time of its start in ``/proc/PID/stat``, which with the pid names
-    a process: the pid alone may be another's by now. The state of a process on another machine, marked by
-    ``"elsewhere": true``, is in its status file. ``"script"`` is the program, ``"trace"`` where a trace
+    a process: the pid alone may be another's by now. It is ``null`` before, and of a process on another machine, marked
+    by ``"elsewhere": true``, whose state is in its status file. ``"script"`` is the program, ``"trace"`` where a trace
     goes at the end.
 
     Args:
@@ -95,7 +95,7 @@ class JobFile:
         """Record this many processes of each role that are to be started."""
         for role, count in counts.items():
             for rank in range(count):
-                self._processes[role, rank] = _Process(role, rank, None, None, begun=False)
+                self._processes[role, rank] = _Process(role, rank, None, None, None, begun=False)
         self._write()
 
     def began(self, role: str, rank: int, pid: int, endpoint: str | None, *, elsewhere: bool = False) -> None:
