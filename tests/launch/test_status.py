@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,22 @@ def test_the_command_prints_a_table(tmp_path: Path) -> None:
     JobFile(tmp_path).began("worker", 0, os.getpid(), None)
     done = run(tmp_path, command="status")
     assert done.stdout.splitlines()[2].split() == ["worker", "0", str(os.getpid()), "running"]
+
+
+def test_watching_draws_until_the_job_ends(tmp_path: Path) -> None:
+    record = JobFile(tmp_path)
+    record.began("worker", 0, os.getpid(), None)
+    ours, theirs = pty.openpty()
+    drawn = ""
+    with start_run(tmp_path, "--watch", command="status", stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        with open(ours, errors="replace") as screen, suppress(OSError):  # EIO: the other end is closed
+            while text := screen.readline():
+                drawn += text
+                if "running" in text:
+                    record.ended()
+        assert process.wait() == 0
+    assert drawn.index("running") < drawn.index("ended") < drawn.index("gone")
 
 
 def test_a_loss_that_is_not_finite_is_null_for_programs(tmp_path: Path) -> None:
