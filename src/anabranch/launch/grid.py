@@ -12,10 +12,10 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import cast
 
 import torch
@@ -28,6 +28,7 @@ from anabranch.liveness.peers import job_store
 
 _SECONDS = 600.0
 _TIMEOUT = timedelta(seconds=_SECONDS + BACKEND_GRACE)  # the waits of the groups' users end earlier, with a rank's name
+_numbers = count()  # of grids, the same on all ranks
 
 
 def make_grid(job: Job, data: int, pipeline: int) -> Grid:
@@ -42,7 +43,7 @@ def make_grid(job: Job, data: int, pipeline: int) -> Grid:
     _meet(job)
     rows = [list(range(start, start + pipeline)) for start in range(0, job.world_size, pipeline)]
     columns = [list(range(stage, job.world_size, pipeline)) for stage in range(pipeline)]
-    return Grid(
+    grid = Grid(
         data=data,
         pipeline=pipeline,
         data_rank=job.rank // pipeline,
@@ -50,6 +51,8 @@ def make_grid(job: Job, data: int, pipeline: int) -> Grid:
         data_group=_own_group(columns, job.rank),
         pipeline_group=_own_group(rows, job.rank),
     )
+    _wait_for_all(job)
+    return grid
 
 
 def _meet(job: Job) -> None:
@@ -72,14 +75,13 @@ def _leave() -> None:
 def _own_group(lines: list[list[int]], rank: int) -> dist.ProcessGroup:
     # Every rank makes every group, in the same order, as torch wants it.
     groups = {tuple(line): interruptible(partial(dist.new_group, line, timeout=_TIMEOUT)) for line in lines}
-    line, group = next((line, group) for line, group in groups.items() if rank in line)
-    _wait_for_members(line, rank, group.group_name)
-    return cast(dist.ProcessGroup, group)
+    return cast(dist.ProcessGroup, next(group for line, group in groups.items() if rank in line))
 
 
-def _wait_for_members(ranks: Sequence[int], rank: int, name: str) -> None:
-    """Return once all have connected: with one that ends earlier, gloo's connections of the others fail."""
-    store = job_store()
-    store.set(f"anabranch/{name}/{rank}", "connected")
+def _wait_for_all(job: Job) -> None:
+    """Return once all have made their groups: gloo fails where one ends while another still connects."""
+    store, number = job_store(), next(_numbers)
+    names = [f"anabranch/grid {number} of {rank}" for rank in range(job.world_size)]
+    store.set(names[job.rank], "made")
     with suppress(dist.DistNetworkError):  # rank 0 has seen all, and gone with its store
-        interruptible(partial(store.wait, [f"anabranch/{name}/{one}" for one in ranks], _TIMEOUT))
+        interruptible(partial(store.wait, names, _TIMEOUT))
