@@ -1,4 +1,4 @@
-"""What it costs a training step to be looked at: facts for ``anabranch status`` and the screen, a sink, a trace.
+"""What it costs a training step to be looked at: facts for ``anabranch status``, a sink, a trace.
 
 ::
 
@@ -56,7 +56,7 @@ def compare_case(case: Case, rounds: int, folder: Path) -> dict[str, dict[str, f
         sides: dict[str, tuple[ab.Executor, Look]] = {
             "nobody looks": (alone, nullcontext),
             "nobody looks, once more": (again, nullcontext),  # how far two equal executors lie apart
-            "status and screen": (shown, nullcontext),
+            "status": (shown, nullcontext),
             "a sink": (sunk, nullcontext),
             "a trace": (traced, lambda: traced.trace(folder / "trace.json")),
         }

@@ -263,7 +263,7 @@ TABLES: dict[str, Callable[[Results], list[Row]]] = {
         reference=("nobody looks", "nobody"),
         sides={
             "nobody looks, once more": "nobody, once more",
-            "status and screen": "status and screen",
+            "status": "status",
             "a sink": "a sink",
             "a trace": "a trace",
         },

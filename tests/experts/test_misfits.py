@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -125,6 +126,23 @@ def test_a_mixture_whose_experts_have_all_changed_takes_their_new_form() -> None
             for index in range(2):
                 stack.enter_context(ExpertServer([linear(index, 8, 5)], directory=directory, drain_seconds=0.1))
             assert moe(x).shape == (3, 5)
+
+
+def test_experts_whose_answers_travel_otherwise_mix() -> None:
+    """One was left out, with a warning that showed two equal schemas."""
+    formats: list[dict[str, Any]] = [{}, {"compression": "float16"}, {"requires_grad": False}]
+    backends = [
+        ExpertBackend(f"ffn.{i}", Times(i + 1.0), args_schema=[TensorSpec(4)], outputs_schema=TensorSpec(4, **how))
+        for i, how in enumerate(formats)
+    ]
+    with serving(*backends) as directory:
+        moe = RemoteMixtureOfExperts(4, [3], directory, "ffn", k_best=3)
+        modules = {i: copy.deepcopy(backend.module) for i, backend in enumerate(backends)}
+        x = torch.randn(5, 4, requires_grad=True)
+        output = moe(x)
+        assert torch.allclose(output, by_hand(moe, modules, x, 3), atol=1e-2)
+        output.sum().backward()
+        assert moe.statistics().failed == {}
 
 
 def test_sizes_that_vary_otherwise_than_most_others_are_left_out() -> None:

@@ -7,7 +7,7 @@ import sys
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -255,6 +255,13 @@ def test_a_peer_cannot_name_a_class_that_is_not_a_container(node: object) -> Non
     # A function, or a class of another kind, is not made.
     plain = {"$mapping": ["os", "system", [], []]}
     assert type(Schema.unpack(pack([{"$tuple": []}, {}, plain, 1])).outputs) is dict
+
+
+@pytest.mark.parametrize("outputs", [{"\x1b[2J": SPEC}, {"a": [{"\x9b2J": []}]}])
+def test_a_key_that_would_move_the_cursor_is_refused(outputs: Any) -> None:
+    """Errors show the keys of a schema, and a peer chooses them."""
+    with pytest.raises(ProtocolError, match="a key of a mapping holds control characters"):
+        Schema.unpack(Schema((), {}, outputs).packed)
 
 
 def test_a_schema_nested_without_end_is_refused() -> None:

@@ -173,6 +173,17 @@ def test_the_fork_server_has_one_thread_and_nothing_open_but_its_channel(fork_se
     assert (here / "cmdline").read_text().rstrip("\0") == "anabranch: fork server"
 
 
+def test_the_fork_server_ignores_the_signals_that_end_a_job(
+    script: Script, tmp_path: Path, fork_server: ForkServer
+) -> None:
+    """A Ctrl-C goes to it too, and a restarted worker is forked from it."""
+    fork_server._meet()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(fork_server.pid, number)
+    program = PythonProgram(str(script("print('here')")))
+    assert end_and_words(program, tmp_path / "log", fork_server) == (0, "here\n")
+
+
 def test_a_fork_server_with_a_second_thread_forks_nothing(tmp_path: Path) -> None:
     """Its first import is one that starts a thread, which is a mistake of ours that would deadlock a fork some day."""
     (tmp_path / "numpy.py").write_text(

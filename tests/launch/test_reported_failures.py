@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -9,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from anabranch.cli.job_end import show_end
 from anabranch.errors import DeadlineExceeded, PeerLost
 from anabranch.held_error import HELD_ERROR_VARIABLE, hold_back_errors, move_held_error
+from anabranch.launch.job_status import JobFile
+from anabranch.launch.supervision.outcome import JobOutcome
 from launched import run, start_run
 from waiting import wait_until
 
@@ -77,6 +82,14 @@ def test_ctrl_c_shows_no_traceback_and_where_the_checkpoint_lies(fails: Path, tm
     assert stops == "anabranch: SIGINT: stopping the workers (send it again to kill them)"
     assert checkpoint.startswith(f"anabranch: the last checkpoint: {tmp_path / 'saved'} (the job was at step ")
     assert "KeyboardInterrupt" in log.read_text()
+
+
+def test_the_path_of_a_checkpoint_cannot_move_the_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    JobFile(tmp_path).began("worker", 0, os.getpid(), None)
+    facts = {"pid": os.getpid(), "run": {"rank": 0, "steps": 3, "saved": "\x1b[2Jsaved"}}
+    (tmp_path / "worker-0.status").write_text(json.dumps(facts))
+    show_end(JobOutcome((), signal.SIGINT, timed_out=False, seconds=1.0), tmp_path, verbose=False)
+    assert capsys.readouterr().err == "anabranch: the last checkpoint: ?[2Jsaved (the job was at step 3)\n"
 
 
 def test_rank_0_s_own_error_is_shown_once(script: Script) -> None:

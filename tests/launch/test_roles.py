@@ -429,6 +429,31 @@ def test_a_launcher_that_is_killed_takes_all_roles_along(script: Script, tmp_pat
     wait_until(lambda: marked_processes(mark) == [])
 
 
+def test_a_worker_leaves_its_grid_once_all_have_connected(script: Script, tmp_path: Path) -> None:
+    """One that ended at once broke the connections that the others were making."""
+    path = script(
+        """
+        import pathlib, sys, time
+        import anabranch as ab, torch.distributed as dist
+        left, new_group = pathlib.Path(sys.argv[1]), dist.new_group
+
+        def slow(ranks, **options):
+            group, until = new_group(ranks, **options), time.monotonic() + 0.5
+            while len(ranks) == 2 and time.monotonic() < until:
+                assert not left.exists(), "rank 1 has left while rank 0 connects"
+                time.sleep(0.01)
+            return group
+
+        if ab.job().rank == 0:
+            dist.new_group = slow
+        ab.job().grid(data=2)
+        if ab.job().rank == 1:
+            left.touch()
+        """
+    )
+    assert launch(path, [str(tmp_path / "left")], workers=2, log_dir=tmp_path / "logs").exit_code == 0
+
+
 def test_workers_meet_in_the_groups_of_their_grid() -> None:
     result = (
         LocalJob(workers=4, timeout=LIMIT)

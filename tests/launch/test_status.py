@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,15 @@ def test_only_regular_files_of_reasonable_size_are_read(tmp_path: Path) -> None:
         status_of(tmp_path)
 
 
+def test_a_role_that_is_none_is_refused(tmp_path: Path) -> None:
+    """Roles are shown on terminals, which this one would clear."""
+    JobFile(tmp_path).began("worker", 0, os.getpid(), None)
+    path = tmp_path / "job.json"
+    path.write_text(path.read_text().replace('"worker"', '"worker\\u001b[2J"'))
+    with pytest.raises(ValueError, match="does not describe a job"):
+        status_of(tmp_path)
+
+
 def test_a_service_that_listens_no_more_does_not_start(tmp_path: Path) -> None:
     JobFile(tmp_path).began("expert", 0, os.getpid(), f"unix:{tmp_path}/socket")
     assert status_of(tmp_path).roles[0].state == "starting"
@@ -83,6 +93,22 @@ def test_the_command_prints_a_table(tmp_path: Path) -> None:
     JobFile(tmp_path).began("worker", 0, os.getpid(), None)
     done = run(tmp_path, command="status")
     assert done.stdout.splitlines()[2].split() == ["worker", "0", str(os.getpid()), "running"]
+
+
+def test_watching_draws_until_the_job_ends(tmp_path: Path) -> None:
+    record = JobFile(tmp_path)
+    record.began("worker", 0, os.getpid(), None)
+    ours, theirs = pty.openpty()
+    drawn = ""
+    with start_run(tmp_path, "--watch", command="status", stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        with open(ours, errors="replace") as screen, suppress(OSError):  # EIO: the other end is closed
+            while text := screen.readline():
+                drawn += text
+                if "running" in text:
+                    record.ended()
+        assert process.wait() == 0
+    assert drawn.index("running") < drawn.index("ended") < drawn.index("gone")
 
 
 def test_a_loss_that_is_not_finite_is_null_for_programs(tmp_path: Path) -> None:
@@ -291,6 +317,14 @@ def test_processes_are_listed_before_they_start(tmp_path: Path) -> None:
         ("expert 0", "starting"),
     ]
     assert status_of(tmp_path).roles[0].steps is None
+    assert read(tmp_path)["roles"][1] == {  # type: ignore[index]
+        "role": "expert",
+        "rank": 0,
+        "pid": None,
+        "endpoint": None,
+        "started": None,
+        "begun": False,
+    }
     record.began("worker", 0, os.getpid(), None)
     record.returns("worker", 0)
     record.returns("worker", 1)  # a newcomer for which there was no room

@@ -62,6 +62,20 @@ def test_a_signal_under_load_loses_no_acknowledged_push_and_refuses_the_others(
     assert all(said <= there <= said + 1 for said, there in zip(pushed, kept, strict=True)), (pushed, kept)
 
 
+def test_one_that_lingers_saves_at_a_signal_and_serves_its_clients_until_they_go(
+    tmp_path: Path, programs: Programs
+) -> None:
+    arguments = ("--durability", "checkpoint", "--checkpoint-dir", str(tmp_path), "--linger", "1000")
+    with start(programs, *arguments) as process:
+        with ParameterClient([endpoint_of(process)], retries=0) as client:
+            client.init("bias", (1,))
+            before = set(tmp_path.rglob("*"))
+            process.send_signal(signal.SIGTERM)
+            wait_until(lambda: set(tmp_path.rglob("*")) - before)
+            assert client.pull("bias").shape == (1,)
+        assert process.wait() == 0
+
+
 @pytest.mark.parametrize(
     "arguments", [("--durability", "log"), ("--shard", "2", "--shards", "2"), ("--checkpoint-dir", "kept")]
 )

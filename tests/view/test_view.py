@@ -39,9 +39,9 @@ def trace(path: Path) -> Path:
 
 def job(folder: Path, **more: object) -> Path:
     roles = [
-        {"role": "worker", "rank": 0, "pid": 4, "endpoint": None},
-        {"role": "parameters", "rank": 0, "pid": 5, "endpoint": "unix:/x"},
-        {"role": "expert", "rank": 0, "pid": 6, "endpoint": None},
+        {"role": "worker", "rank": 0, "pid": 4, "endpoint": None, "started": 1},
+        {"role": "parameters", "rank": 0, "pid": 5, "endpoint": "unix:/x", "started": 2},
+        {"role": "expert", "rank": 0, "pid": 6, "endpoint": None, "started": 3},
     ]
     folder.mkdir()
     (folder / "job.json").write_text(json.dumps({"roles": roles, "started": 1.0, "ended": 61.0, **more}))
@@ -98,6 +98,21 @@ def test_a_job_shows_its_pace_its_bytes_and_the_trace_it_wrote(tmp_path: Path) -
         {"from": "worker 0", "to": "expert 0", "name": "experts", "bytes": 512},
     ]
     assert len(data["trace"]["lanes"]) == 1  # type: ignore[index]
+
+
+def test_a_trace_that_is_too_large_leaves_the_page_of_its_job(tmp_path: Path) -> None:
+    """It was called "not a trace of Anabranch", and there was no page."""
+    path = tmp_path / "out.json"
+    with path.open("wb") as file:
+        file.truncate((64 << 20) + 1)
+    result = CliRunner().invoke(
+        _app, ["view", str(job(tmp_path / "logs", trace=str(path))), "--out", str(tmp_path / "p")]
+    )
+    assert result.exit_code == 0
+    assert result.stderr.startswith(f"anabranch: the page shows no trace: {path} has 67108865 bytes, more than ")
+    data = data_of((tmp_path / "p").read_text())
+    assert data["trace"] is None
+    assert data["job"]["pace"] == [10.0, 12.0]  # type: ignore[index]
 
 
 def test_a_loss_that_is_not_finite_is_a_gap(tmp_path: Path) -> None:

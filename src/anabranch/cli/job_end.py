@@ -7,6 +7,7 @@ from pathlib import Path
 from anabranch.cli.messages import say, tell
 from anabranch.launch.job_status import status_of
 from anabranch.launch.supervision.outcome import Exit, JobOutcome
+from anabranch.record.words import on_one_line
 
 
 def show_end(outcome: JobOutcome, folder: Path, *, verbose: bool) -> None:
@@ -67,4 +68,5 @@ def _show_checkpoint(folder: Path) -> None:
         return
     steps = max((role.steps for role in found.roles if role.steps is not None), default=None)
     if found.saved is not None:
-        tell(f"the last checkpoint: {found.saved}" + ("" if steps is None else f" (the job was at step {steps})"))
+        saved = on_one_line(found.saved)
+        tell(f"the last checkpoint: {saved}" + ("" if steps is None else f" (the job was at step {steps})"))

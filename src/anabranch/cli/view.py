@@ -9,12 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
-from anabranch.cli.messages import plain_errors
+from anabranch.cli.messages import plain_errors, tell
 from anabranch.launch.job_status import JobStatus, RoleStatus, latest_job, status_of
-from anabranch.record.words import in_words
+from anabranch.record.words import in_words, on_one_line
 from anabranch.view.page import page_of
 from anabranch.view.serving import PageServer
-from anabranch.view.trace_page import Key, read_trace
+from anabranch.view.trace_page import Key, TraceData, read_trace
 
 
 def view(
@@ -54,9 +54,8 @@ def view(
 def _page(path: Path) -> str:
     if path.is_dir():
         job = status_of(path.absolute())
-        trace = None if job.trace is None or not Path(job.trace).is_file() else read_trace(Path(job.trace), planned)
         title = " · ".join(filter(None, [job.script, path.absolute().name]))
-        return page_of("run", title, {"job": _job_data(job), "trace": trace})
+        return page_of("run", title, {"job": _job_data(job), "trace": _trace_of(job)})
     if not path.is_file():
         raise ValueError(f"there is no file {path}; give a job's log folder (--log-dir), a trace or a saved graph")
     with path.open("rb") as file:
@@ -64,6 +63,16 @@ def _page(path: Path) -> str:
     if start[:1] == b"{":
         return page_of("run", path.name, {"job": None, "trace": read_trace(path, planned)})
     return _graph(path)
+
+
+def _trace_of(job: JobStatus) -> TraceData | None:
+    if job.trace is None or not Path(job.trace).is_file():
+        return None
+    try:
+        return read_trace(Path(job.trace), planned)
+    except (OSError, ValueError) as error:
+        tell(on_one_line(f"the page shows no trace: {error}"))
+        return None
 
 
 def _job_data(job: JobStatus) -> dict[str, Any]:

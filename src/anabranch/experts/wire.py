@@ -239,6 +239,8 @@ class Schema:
             arguments, keywords, outputs, batch_rows = decode(unpack(payload, object), _OWN)
             if not isinstance(arguments, tuple) or not isinstance(keywords, dict) or not isinstance(batch_rows, int):
                 raise ValueError("a schema's arguments are a tuple, its keywords a dict, its batch_rows a number")
+            if not outline((arguments, keywords, outputs)).isprintable():  # messages show the keys
+                raise ValueError("a key of a mapping holds control characters")
             return cls(arguments, keywords, outputs, batch_rows, packed=payload)
         except (ValueError, TypeError, RecursionError) as error:
             raise ProtocolError(f"bytes that are no schema: {error}") from None

@@ -12,8 +12,10 @@
 from __future__ import annotations
 
 import atexit
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import cast
 
 import torch
@@ -22,9 +24,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # defined
 
 from anabranch.job import Grid, Job
 from anabranch.liveness.meeting import BACKEND_GRACE, interruptible, meet_peers
+from anabranch.liveness.peers import job_store
 
 _SECONDS = 600.0
 _TIMEOUT = timedelta(seconds=_SECONDS + BACKEND_GRACE)  # the waits of the groups' users end earlier, with a rank's name
+_numbers = count()  # of grids, the same on all ranks
 
 
 def make_grid(job: Job, data: int, pipeline: int) -> Grid:
@@ -39,7 +43,7 @@ def make_grid(job: Job, data: int, pipeline: int) -> Grid:
     _meet(job)
     rows = [list(range(start, start + pipeline)) for start in range(0, job.world_size, pipeline)]
     columns = [list(range(stage, job.world_size, pipeline)) for stage in range(pipeline)]
-    return Grid(
+    grid = Grid(
         data=data,
         pipeline=pipeline,
         data_rank=job.rank // pipeline,
@@ -47,6 +51,8 @@ def make_grid(job: Job, data: int, pipeline: int) -> Grid:
         data_group=_own_group(columns, job.rank),
         pipeline_group=_own_group(rows, job.rank),
     )
+    _wait_for_all(job)
+    return grid
 
 
 def _meet(job: Job) -> None:
@@ -70,3 +76,12 @@ def _own_group(lines: list[list[int]], rank: int) -> dist.ProcessGroup:
     # Every rank makes every group, in the same order, as torch wants it.
     groups = {tuple(line): interruptible(partial(dist.new_group, line, timeout=_TIMEOUT)) for line in lines}
     return cast(dist.ProcessGroup, next(group for line, group in groups.items() if rank in line))
+
+
+def _wait_for_all(job: Job) -> None:
+    """Return once all have made their groups: gloo fails where one ends while another still connects."""
+    store, number = job_store(), next(_numbers)
+    names = [f"anabranch/grid {number} of {rank}" for rank in range(job.world_size)]
+    store.set(names[job.rank], "made")
+    with suppress(dist.DistNetworkError):  # rank 0 has seen all, and gone with its store
+        interruptible(partial(store.wait, names, _TIMEOUT))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
@@ -32,11 +32,11 @@ _SERVICES = ("parameters", "experts", "directory")
 
 
 class _Process(msgspec.Struct, omit_defaults=True):
-    role: str
+    role: Annotated[str, msgspec.Meta(pattern=rf"^({'|'.join(_ORDER)})\Z")]  # shown on terminals
     rank: int
     pid: int | None
     endpoint: str | None
-    started: int | None = None
+    started: int | None
     begun: bool = True
     elsewhere: bool = False
 
@@ -60,8 +60,8 @@ class JobFile:
     Times are seconds since the epoch. ``endpoint`` is where a service listens: ``null`` of a worker, and of an expert
     on TCP, which takes any port. ``pid`` is ``null`` while a process is to be restarted, and before its first start,
     marked by ``"begun": false``. ``"started"`` is the time of its start in ``/proc/PID/stat``, which with the pid names
-    a process: the pid alone may be another's by now. The state of a process on another machine, marked by
-    ``"elsewhere": true``, is in its status file. ``"script"`` is the program, ``"trace"`` where a trace
+    a process: the pid alone may be another's by now. It is ``null`` before, and of a process on another machine, marked
+    by ``"elsewhere": true``, whose state is in its status file. ``"script"`` is the program, ``"trace"`` where a trace
     goes at the end.
 
     Args:
@@ -95,7 +95,7 @@ class JobFile:
         """Record this many processes of each role that are to be started."""
         for role, count in counts.items():
             for rank in range(count):
-                self._processes[role, rank] = _Process(role, rank, None, None, begun=False)
+                self._processes[role, rank] = _Process(role, rank, None, None, None, begun=False)
         self._write()
 
     def began(self, role: str, rank: int, pid: int, endpoint: str | None, *, elsewhere: bool = False) -> None:

@@ -30,7 +30,7 @@ class JobSpec:
     Attributes:
         program: what workers and expert processes run.
         log_dir: an existing directory; each process's output goes to ``<role>-<rank>.log`` there, and ``job.json``
-            lists the processes, see ``job_file.py``.
+            lists the processes, see ``job_status.py``.
         workers: how many workers; at least 1.
         min_workers: with fewer left of those that are killed, the others wait for replacements; ``None``: all.
         max_workers: up to so many join where there is room for them, on a Ray cluster; ``None``: no more.

@@ -39,11 +39,15 @@ def read_trace(path: Path, simulate: Simulate) -> TraceData:
         simulate: the pipeline's simulator, called if the trace has actions of a pipeline.
 
     Raises:
-        ValueError: it is not a trace; gives the reason.
+        ValueError: it is not a trace, or larger than 64 MB; gives the reason.
         OSError: it cannot be read.
     """
     try:
-        read = json.loads(read_regular(path), parse_constant=str)  # NaN as a text, which JSON has
+        text = read_regular(path)
+    except ValueError as error:
+        raise ValueError(f"{error}; https://ui.perfetto.dev shows large traces") from error
+    try:
+        read = json.loads(text, parse_constant=str)  # NaN as a text, which JSON has
         events, other = read["traceEvents"], read["otherData"]
         lanes, dropped = _lanes(events)
     except (ValueError, TypeError, KeyError, RecursionError) as error:

@@ -686,7 +686,12 @@ def _can_mix(schema: Schema, forward: _Forward | None) -> bool:
 
 
 def _same_outputs(one: Schema, other: Schema) -> bool:
-    return one.output_specs == other.output_specs and one.output_nesting.paths() == other.output_nesting.paths()
+    return _mixed(one) == _mixed(other) and one.output_nesting.paths() == other.output_nesting.paths()
+
+
+def _mixed(schema: Schema) -> list[object]:
+    """Return what a mean of outputs depends on: not how they travel, as each call reads by its own schema."""
+    return [spec and (spec.shape, spec.dtype) for spec in schema.output_specs]
 
 
 def _same_form(one: Schema, other: Schema) -> bool:
