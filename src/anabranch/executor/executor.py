@@ -513,8 +513,9 @@ class Executor:
         fetch.norm = None
         ran, rows = self._do(name, step, [batch], fetch)
         self._rows += rows
-        lost = 0 if redo is None else redo.dropped
-        self._dropped += rows * (lost if self._remote is None else lost + self._remote.end_run(self.step))
+        if redo is not None and self._workers is not None:
+            self._dropped += runner.sums[1] / self._workers.size * redo.dropped
+        self._dropped += 0.0 if self._remote is None else rows * self._remote.end_run(self.step)
         values = {"loss": ran.loss}
         if ran.returned or fetch.names is not None:
             values = values | fetch.collect(ran.returned) | values
