@@ -344,7 +344,8 @@ class Executor:
 
     def _make_redo(self, acting: Workers | None) -> Redo | None:
         """Return what goes on with those that are left, in a job that may lose workers."""
-        workers, place, apart = self._workers, own_place(), self._remote if acting is None else None
+        workers, place = self._workers, own_place(self._spec.heartbeat)
+        apart = self._remote if acting is None else None
         if workers is None or not workers.several:
             return None
         if acting is None and workers.joins:

@@ -18,6 +18,7 @@ from anabranch.liveness.membership import (
     Membership,
     Word,
     call_newcomers,
+    heartbeat,
     invited,
     progress,
     rank_variables,
@@ -62,7 +63,7 @@ class Members:
         self._crashed = set[int]()  # steps
         self._closed = set[int]()  # processes that have left so, and may still work
         self._last: RoleProcess | None = None
-        self._frozen, self._looked = set[RoleProcess](), time.monotonic()
+        self._stopped, self._looked = dict[RoleProcess, float](), time.monotonic()  # since which look
         self._now.publish(meeting)
 
     def _members(self) -> list[RoleProcess]:
@@ -196,18 +197,22 @@ class Members:
         self._show()
 
     def frozen(self, services: Sequence[RoleProcess]) -> list[RoleProcess]:
-        """Return the processes that were stopped at the last look, ``LOOK_SECONDS`` ago, too, while a worker was not.
+        """Return the processes that were stopped at each look of the members' heartbeat, while a worker was not.
 
         None of those without which the job does not go on: they may be woken.
         """
         running = [one for one in self._workers if one.running]
         restarted = [one for one in services if one.running and one.spec.restarts is not None]
-        frozen = {one for one in (*running, *restarted) if one.frozen}
-        before, self._frozen = self._frozen, frozen
-        awake, self._looked = time.monotonic() - self._looked < 2 * LOOK_SECONDS, time.monotonic()
-        if not awake or frozen.issuperset(running) or self._progress() is None:
+        now = time.monotonic()
+        awake, self._looked = now - self._looked < 2 * LOOK_SECONDS, now
+        before = self._stopped if awake else {}
+        self._stopped = {one: before.get(one, now) for one in (*running, *restarted) if one.frozen}
+        if self._stopped.keys() >= {*running}:
+            self._stopped = {}  # those that are woken later than the first have a heartbeat from then on
+        if not self._stopped or self._progress() is None:
             return []
-        again = frozen & before
+        least = heartbeat(self._meeting)
+        again = [one for one, since in self._stopped.items() if one in before and now - since >= least]
         return [one for one in again if one.role != "worker" or not self._says(one, "closes")]
 
     def wait_no_longer(self) -> None:
