@@ -413,7 +413,9 @@ def test_a_step_of_a_pipe_in_one_process_is_done_again(script: Script, tmp_path:
         nn.functional.mse_loss(model(x[chosen]), y[chosen]).backward()
         optimizer.step()
     for process, text in enumerate(texts):
-        repeated, calls, seeds, parameters = json.loads(next(line for line in text.splitlines() if line.startswith("[")))
+        repeated, calls, seeds, parameters = json.loads(
+            next(line for line in text.splitlines() if line.startswith("["))
+        )
         assert (repeated, calls) == (1, 9)
         assert seeds == [100 + process] * 2, "no two of those that live draw the same"
         for here, there in zip(parameters, model.parameters(), strict=True):
