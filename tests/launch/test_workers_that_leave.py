@@ -122,6 +122,18 @@ def test_saves_in_the_background_and_evaluations_of_any_loader_begin_again(
     train(tmp_path, {victim: [(place, 5)]}, evaluates=True, background=True)
 
 
+STATES = ("before state_dict", "behind state_dict", "before export", "behind export", "at the end of export")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("place", "victim", "mode"), pairwise(STATES, [0, 1], [None, "Hybrid"], slow=False))
+def test_states_and_exports_begin_again(tmp_path: Path, place: str, victim: int, mode: str | None) -> None:
+    train(tmp_path, {victim: [(place, 5)]}, exports=True, mode=mode)
+    records = lines(tmp_path / "records", "states")
+    runs = {one["run"] for one in records}
+    assert [one["run"] for one in records if one["state"]] == sorted(runs), "rank 0 has each, and nobody else"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_save_in_the_background_that_one_has_not_seen_begin_is_finished(tmp_path: Path, late: int) -> None:
