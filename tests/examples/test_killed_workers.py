@@ -60,6 +60,7 @@ LOOPS = [
     Loop("all-of-anabranch.md: train.py", 11),
     Loop("index.md", 4, job="--servers 1"),
     Loop("guides/take_out.md", 12, job="--servers 1"),
+    Loop("guides/loaders.md: train.py", 6),
     Loop("click_through.py", 2, CLICKS, "--servers 1"),
     Loop("graph_sage.py", 2, "--steps 6 --nodes 600 --batch 32 --double --evaluate-every 3", "--servers 1"),
     Loop("language_model.py", 2, "--steps 6 --batch 4 --memory-rows 512 --save-every 6 --text {text}"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import launch, lines
+from safetensors import safe_open
 from torch import Tensor, nn
 
 import anabranch as ab
@@ -98,6 +99,7 @@ def train(
     least: int | None = 1,
     freezes: bool = False,
     evaluates: bool = False,
+    exports: bool = False,
     background: bool = False,
     reduces: bool = False,
     joiners: Deaths | None = None,
@@ -120,6 +122,7 @@ def train(
     plan |= {"freezes": freezes, "evaluates": evaluates, "joiners": joiners or {}, "waits": waits, "workers": workers}
     plan |= {
         "hosts": hosts,
+        "exports": exports,
         "steps": steps,
         "reduces": reduces,
         "mode": mode,
@@ -168,6 +171,14 @@ def train(
             assert one["loss"] == pytest.approx(values[one["run"]], abs=1e-12)
     if evaluates:
         assert ab.checkpoint.read(records / "saved").state["ranks"][0]["counts"]["train"]["steps"] == steps
+    if exports:
+        last = max(lines(records, "states"), key=lambda one: (one["run"], bool(one["state"])))["state"]
+        with safe_open(records / "exported" / "model.safetensors", "pt") as file:
+            exported = {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118 - no mapping
+        assert last == exported
+        for name, value in expected.model.named_parameters():
+            here = torch.tensor(exported[name], dtype=torch.float64)
+            torch.testing.assert_close(here, value.detach(), rtol=0.0, atol=1e-12)
     for one in lines(records, "memberships"):
         assert one["job"] == [one["rank"], one["size"]]
     return outcome, told

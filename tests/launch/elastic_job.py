@@ -130,6 +130,8 @@ def die_where_workers_sum_meet_and_save() -> None:
     around(checkpoint, "write", lambda *_: dies_at("in a save"))
     around(Saver, "_part", lambda *_: dies_at("before a save"))
     around(Saver, "_gather_at_first", after=lambda *_: dies_at("as the states are there"))
+    around(Saver, "_entries", *[lambda saver, *_, at=at: dies_at(f"{at} {saver._call}") for at in ("before", "behind")])
+    around(Saver, "export", after=lambda *_: dies_at("at the end of export"))
     if PLAN["gloo"]:
         buckets.shared_sums = lambda workers, forms: [None] * len(forms)
 
@@ -200,6 +202,10 @@ def train(executor: ab.Executor) -> None:
             if executor.step and not runner.in_window:
                 executor.save(FOLDER / "saved", wait=not PLAN["background"])
                 dies_at("behind a save")
+        if PLAN["exports"]:
+            state = executor.state_dict()
+            write("states", run=run, rank=ab.job().rank, state={one: state[one].tolist() for one in state})
+            executor.export(FOLDER / "exported")
 
 
 def main() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +23,9 @@ from anabranch.launch.supervision.signals import SignalBox
 from anabranch.launch.supervision.supervisor import Patience, Supervisor
 from anabranch.launch.supervision.worker import RoleProcess
 from anabranch.liveness.membership import OwnPlace
+from anabranch.record.process import process_stat
+
+_ATTACH = 16  # PTRACE_ATTACH
 
 
 class Undying:
@@ -88,8 +93,9 @@ def test_the_time_for_which_everything_is_stopped_does_not_count(
     assert worker.times[-1] >= before + 0.5
 
 
-def test_workers_that_are_all_frozen_may_be_woken_though_a_server_runs(tmp_path: Path) -> None:
-    """Nobody would be left to go on with."""
+@pytest.mark.parametrize("heartbeat", [0.0, 15.0])
+def test_workers_that_are_all_frozen_may_be_woken_though_a_server_runs(tmp_path: Path, heartbeat: float) -> None:
+    """Nobody would be left to go on with; and one that is frozen may be woken for a heartbeat."""
 
     class Process(SimpleNamespace):
         __hash__ = object.__hash__
@@ -102,12 +108,14 @@ def test_workers_that_are_all_frozen_may_be_woken_though_a_server_runs(tmp_path:
     workers, servers = [process("worker", rank) for rank in range(2)], [process("parameters", 0)]
     meeting = tmp_path / "meeting-1"
     members = Members(workers, 2, 1, meeting, lambda line: None)
-    OwnPlace(meeting, 0, joins=False).write_progress(3, 0)
+    OwnPlace(meeting, 0, joins=False, heartbeat=heartbeat).write_progress(3, 0)
 
     def killed(*frozen: Any) -> list[Any]:
         for one in (*workers, *servers):
             one.frozen = one in frozen
         members.frozen(servers)
+        assert not heartbeat or members.frozen(servers) == []
+        members._stopped = {one: since - heartbeat for one, since in members._stopped.items()}
         return members.frozen(servers)
 
     assert killed(*workers) == []
@@ -131,6 +139,19 @@ def test_a_newcomer_that_has_not_joined_does_not_decide_that_the_job_ends_with_a
     assert members.may_leave(cast(Any, workers[0]))
     OwnPlace(meeting, 0, joins=False).say("ends")
     assert not members.may_leave(cast(Any, workers[0]))
+
+
+def test_a_process_that_a_debugger_has_stopped_is_frozen() -> None:
+    with subprocess.Popen(["sleep", "600"]) as child:
+        trace = ctypes.CDLL(None, use_errno=True).ptrace
+        trace.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+        try:
+            assert trace(_ATTACH, child.pid, None, None) == 0, os.strerror(ctypes.get_errno())
+            os.waitpid(child.pid, 0)
+            assert process_stat(child.pid)[0] == "t"
+            assert RoleProcess.frozen.fget(cast(Any, child))  # type: ignore[attr-defined]
+        finally:
+            child.kill()
 
 
 # --- a job that fails is started again as a whole; a service's restarts are a budget that refills

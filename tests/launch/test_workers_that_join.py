@@ -390,11 +390,12 @@ PIPED = """
 
     step = ab.TrainStep(pipe, loss, torch.optim.Adam(pipe.parameters(), lr=0.02))
     loader = ab.loaders.GlobalBatches(torch.utils.data.TensorDataset(x, y), 12)
-    with pipe, ab.Executor(step, dataloaders={"default": loader}) as executor:
+    with pipe, ab.Executor(step, dataloaders={"default": loader}, seed=100) as executor:
         while executor.step < 9:
             executor.run()
         repeated = executor.statistics().repeated_steps
-    print(json.dumps([repeated, pipe.calls, [value.tolist() for value in pipe.parameters()]]))
+    seeds = [torch.initial_seed(), pipe.seed]
+    print(json.dumps([repeated, pipe.calls, seeds, [value.tolist() for value in pipe.parameters()]]))
 """
 
 
@@ -411,9 +412,12 @@ def test_a_step_of_a_pipe_in_one_process_is_done_again(script: Script, tmp_path:
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x[chosen]), y[chosen]).backward()
         optimizer.step()
-    for text in texts:
-        repeated, calls, parameters = json.loads(next(line for line in text.splitlines() if line.startswith("[")))
-        assert (repeated, calls) == (text is not texts[1], 9)
+    for process, text in enumerate(texts):
+        repeated, calls, seeds, parameters = json.loads(
+            next(line for line in text.splitlines() if line.startswith("["))
+        )
+        assert (repeated, calls) == (1, 9)
+        assert seeds == [100 + process] * 2, "no two of those that live draw the same"
         for here, there in zip(parameters, model.parameters(), strict=True):
             torch.testing.assert_close(torch.tensor(here, dtype=torch.float64), there.detach(), rtol=0.0, atol=1e-12)
 

@@ -122,6 +122,18 @@ def test_saves_in_the_background_and_evaluations_of_any_loader_begin_again(
     train(tmp_path, {victim: [(place, 5)]}, evaluates=True, background=True)
 
 
+STATES = ("before state_dict", "behind state_dict", "before export", "behind export", "at the end of export")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("place", "victim", "mode"), pairwise(STATES, [0, 1], [None, "Hybrid"], slow=False))
+def test_states_and_exports_begin_again(tmp_path: Path, place: str, victim: int, mode: str | None) -> None:
+    train(tmp_path, {victim: [(place, 5)]}, exports=True, mode=mode)
+    records = lines(tmp_path / "records", "states")
+    runs = {one["run"] for one in records}
+    assert [one["run"] for one in records if one["state"]] == sorted(runs), "rank 0 has each, and nobody else"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_save_in_the_background_that_one_has_not_seen_begin_is_finished(tmp_path: Path, late: int) -> None:
@@ -210,7 +222,7 @@ def test_a_worker_with_rows_of_its_own_takes_them_with_it(
         weight, seen, dropped, epochs = json.loads(next(line for line in text.splitlines() if line.startswith("[")))
         assert weight == pytest.approx(model.weight.tolist()[0], rel=1e-12)
         assert seen == pytest.approx(losses, rel=1e-12)
-        assert dropped == (2 + rank) * (10 - dies_at)
+        assert dropped == 3 * (10 - dies_at), "the mean of 2 and 4 rows"
         assert epochs == [0 if way == "given" else (number + 1) // 4 for number in range(10)]
         assert ("its rows are dropped: " in text) == (rank == 0)
 
@@ -315,6 +327,34 @@ def test_a_sum_outside_of_a_step_is_not_done_again(script: Script, tmp_path: Pat
     texts = [(tmp_path / f"worker-{rank}.log").read_text() for rank in (0, 2)]
     assert outcome.exit_code == 0, texts
     assert all("\nlost rank 1\n" in text and text.endswith("\nnow 2.0\n") for text in texts), texts
+
+
+CLOSES = """
+    import os, time, torch, anabranch as ab
+    from pathlib import Path
+    model = torch.nn.Linear(4, 1)
+    step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.001))
+    first = os.environ["RANK"] == "0"
+    with ab.Executor(step, timeout=60.0, heartbeat=0.2) as executor:
+        while executor.step < (5 if first else 9):
+            executor.run(batch=lambda job: torch.ones(12 // job.world_size, 4))
+    size = ab.job().world_size
+    Path(f"there are {size}").touch()
+    while first and not Path("there are 1").exists():
+        time.sleep(0.01)
+    print("ended with", size)
+"""
+
+
+def test_the_others_go_on_without_one_that_has_closed_and_works_on(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = launch(script(CLOSES), workers=2, log_dir=tmp_path, patience=PATIENT, seconds=120.0)
+    texts = [(tmp_path / f"worker-{rank}.log").read_text() for rank in range(2)]
+    assert outcome.exit_code == 0, texts
+    assert [text.endswith(f"ended with {size}\n") for text, size in zip(texts, (2, 1), strict=True)] == [True] * 2
+    assert "sockets" not in texts[1], "a worker alone has no gradients to send"
 
 
 EARLY = """
@@ -425,6 +465,43 @@ def test_an_exit_code_ends_the_job_and_a_kill_does_not(
     assert any("is the second that has crashed in step 2" in line for line in told) == (
         -signal.SIGABRT in ends.values()
     )
+
+
+LAST = """
+    import os, signal, sys, time
+    from pathlib import Path
+    from anabranch.liveness.membership import own_place, published
+    place, there = own_place(), Path(sys.argv[1]) / "there"
+
+    def wait_until(holds):
+        while not holds():
+            time.sleep(0.005)
+
+    place.write_progress(5, 0)  # that was the last step
+    if os.environ["RANK"] == "1":
+        wait_until(there.exists)
+        wait_until(lambda: sys.argv[2] == "closed" or published(place.meeting).closed)
+        os.kill(os.getpid(), signal.SIGKILL)
+    place.say("closes")
+    there.touch()
+    wait_until(lambda: sys.argv[2] == "ended" or published(place.meeting).number)
+"""
+
+
+@pytest.mark.parametrize("restarts", [0, 3])
+@pytest.mark.parametrize("other", ["closed", "ended"])
+def test_a_worker_lost_behind_the_last_step_is_not_missed(
+    script: Script, tmp_path: Path, other: str, restarts: int
+) -> None:
+    told, budget = list[str](), RestartBudget(restarts)
+    outcome = launch(
+        script(LAST), [str(tmp_path), other], workers=2, worker_restarts=budget, log_dir=tmp_path, tell=told.append
+    )
+    assert [one.code for one in outcome.exits] == [0, -signal.SIGKILL]
+    assert outcome.exit_code == 0, told
+    assert [line.rpartition("; ")[2] for line in told] == [
+        "the job goes on with 1 worker" if other == "closed" else "the others have ended"
+    ]
 
 
 def test_the_screen_shows_the_log_of_whoever_is_rank_0(

@@ -306,6 +306,8 @@ CASES = [
     (2, 1, Faults(crashes=1, joins=1)),
     (2, 1, Faults(crashes=1, restarts=1, noes=1)),
     (2, 1, Faults(crashes=1, noes=2)),
+    (2, 2, Faults(crashes=1, restarts=1)),
+    pytest.param((2, 2, Faults(crashes=1, joins=1)), marks=pytest.mark.slow),
     pytest.param((2, 2, Faults(crashes=1, noes=2)), marks=pytest.mark.slow),
     pytest.param((3, 1, Faults(crashes=2)), marks=pytest.mark.slow),
     pytest.param((2, 2, Faults(crashes=1, losses=1)), marks=pytest.mark.slow),

@@ -35,9 +35,9 @@ def run(
             min=1,
             metavar="M",
             help="Go on while at least M workers are left of those that are killed; by default the others wait for the "
-            "replacement of each. In both cases the interrupted step is done again, with the same result. For "
-            "comm_mode AllReduce on the CPU, with batches of ab.loaders.GlobalBatches or of functions; any other job "
-            "ends with the first worker that is killed.",
+            "replacement of each. In both cases the interrupted step is done again, with the same result, on "
+            "the CPU with batches of ab.loaders.GlobalBatches or of functions. With other batches, and in comm_mode PS "
+            "under ssp or asp, none is replaced: the others go on without its rows; without this option the job ends.",
         ),
     ] = None,
     worker_restarts: Annotated[

@@ -416,7 +416,8 @@ class Workers(Group):
                 connect = partial(dist.ProcessGroupGloo, store, first.index(self.rank), len(first), limit)
                 self.between_hosts = cast(dist.ProcessGroup, self._made(connect, "meet between hosts"))
             return list(hosts.values())
-        _log.info("gradients go through gloo's sockets: shared memory is for %s", _SHARING)
+        if self.size > 1:
+            _log.info("gradients go through gloo's sockets: shared memory is for %s", _SHARING)
         return []
 
     # Waits and their outcomes.

@@ -127,7 +127,8 @@ class Executor:
         process_group: the workers; the job's by default, initialised if it is not yet.
         devices: places modules, by their qualified names, on devices until the executor is closed:
             ``{"encoder": "cuda:1"}``. Tensors are transferred at each edge; the rest of the model stays where it is.
-        seed: seeds torch's generators with ``seed + rank``, once.
+        seed: seeds torch's generators with ``seed + rank``, once; of a worker that joins a job, with the rank that the
+            lost one was started with.
         log_path: where ``record_loads`` appends its lines.
         timeout: seconds that a wait for other workers may last.
         heartbeat: seconds between two checks that they are alive.
@@ -216,12 +217,14 @@ class Executor:
         self._parts.callback(lambda: None if self._redo is None else self._redo.close())
         try:
             self._workers, self._everyone, stages = self._meet(process_group, pipe)
-            rank = 0 if self._workers is None else self._workers.rank
             if seed is not None:
-                torch.manual_seed(seed + (job().rank if self._workers is None or self._workers.joins else rank))
+                number = job().rank if self._workers is None else self._workers.rank
+                if self._workers is not None and self._workers.joins and (place := own_place()) is not None:
+                    number = place.process  # with its rank it would draw what a living process draws
+                torch.manual_seed(seed + number)
                 for model in spec.models.values():
                     if isinstance(model, Pipe):
-                        model.seed = seed + rank
+                        model.seed = seed + number
             self._devices = {name: home_of(one.model, devices or {}) for name, one in spec.steps.items()}
             if devices:
                 optimizers = [one for step in spec.training.values() for one in step.optimizers]
@@ -341,7 +344,8 @@ class Executor:
 
     def _make_redo(self, acting: Workers | None) -> Redo | None:
         """Return what goes on with those that are left, in a job that may lose workers."""
-        workers, place, apart = self._workers, own_place(), self._remote if acting is None else None
+        workers, place = self._workers, own_place(self._spec.heartbeat)
+        apart = self._remote if acting is None else None
         if workers is None or not workers.several:
             return None
         if acting is None and workers.joins:
@@ -510,8 +514,9 @@ class Executor:
         fetch.norm = None
         ran, rows = self._do(name, step, [batch], fetch)
         self._rows += rows
-        lost = 0 if redo is None else redo.dropped
-        self._dropped += rows * (lost if self._remote is None else lost + self._remote.end_run(self.step))
+        if redo is not None and self._workers is not None:
+            self._dropped += runner.sums[1] / self._workers.size * redo.dropped
+        self._dropped += 0.0 if self._remote is None else rows * self._remote.end_run(self.step)
         values = {"loss": ran.loss}
         if ran.returned or fetch.names is not None:
             values = values | fetch.collect(ran.returned) | values

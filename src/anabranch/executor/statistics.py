@@ -54,7 +54,8 @@ class Statistics:
         memberships: how many there were of the job; 1 until a worker has left.
         repeated_steps: optimizer steps that were interrupted by the loss of a worker, and done again.
         dropped_rows: rows of lost workers that nobody has trained on, where workers run apart (``ssp``, ``asp``) or
-            have batches of their own: as many in each run as this worker has had.
+            have batches of their own: as many in each run as this worker has had, or where all wait for each other as
+            those that are left had on average, which is the same on all.
         tables: the tables and parameters on the servers, by name.
     """
 

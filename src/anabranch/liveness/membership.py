@@ -17,8 +17,8 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -38,11 +38,12 @@ MEMBER_VARIABLE = "ANABRANCH_MEMBER"
 APART = -1
 """In place of the members' epoch, where they run apart (``ssp``, ``asp``) or have their own batches: nobody joins."""
 
-Word = Literal["waits", "leaves", "closes", "ends"]
+Word = Literal["waits", "leaves", "closes", "meets", "ends"]
 """A worker to the launcher: it waits to be invited; it ends as its calls were not those of the others; what it does
-from now on is done by no other, as it has closed its Executor; the job ends with any worker, as it trains."""
+from now on is done by no other, as it has closed its Executor; it waits for the others of a membership; the job ends
+with any worker, as it trains."""
 
-_PROGRESS, _NUMBER = struct.Struct("=qq"), struct.Struct("=q")  # optimizer steps, and epochs
+_PROGRESS, _NUMBER = struct.Struct("=qqd"), struct.Struct("=q")  # optimizer steps, epochs, and seconds of a heartbeat
 _PAUSE = 0.01
 
 
@@ -111,10 +112,11 @@ class OwnPlace:
         meeting: the file through which the job's workers meet first.
         process: the rank that this one was started with.
         joins: it was started in place of a lost one, and has joined no membership yet.
+        heartbeat: seconds for which a process is stopped before it is lost.
     """
 
-    def __init__(self, meeting: Path, process: int, *, joins: bool) -> None:
-        self.meeting, self.process, self.joins = meeting, process, joins
+    def __init__(self, meeting: Path, process: int, *, joins: bool, heartbeat: float = 0.0) -> None:
+        self.meeting, self.process, self.joins, self.heartbeat = meeting, process, joins, heartbeat
         self._newcomers = str(_beside(meeting, "newcomers"))
         self._progress: mmap.mmap | None = None
 
@@ -132,6 +134,15 @@ class OwnPlace:
     def say(self, what: Word) -> None:
         """Let the launcher know this."""
         self._word(what).touch()
+
+    @contextmanager
+    def saying(self, what: Word) -> Iterator[None]:
+        """Let the launcher know this for as long as the block lasts."""
+        self.say(what)
+        try:
+            yield
+        finally:
+            self._word(what).unlink(missing_ok=True)
 
     def wait_until_invited(self, deadline: Deadline) -> None:
         """Return when this newcomer is a member, or the others have ended; they wait for it then."""
@@ -153,6 +164,7 @@ class OwnPlace:
             os.ftruncate(file, _PROGRESS.size)
             self._progress = mmap.mmap(file, _PROGRESS.size)
             os.close(file)
+            _PROGRESS.pack_into(self._progress, 0, step, _PROGRESS.unpack_from(self._progress)[1], self.heartbeat)
         _NUMBER.pack_into(self._progress, 0, step)
         if epoch is not None:
             _NUMBER.pack_into(self._progress, _NUMBER.size, epoch)
@@ -160,14 +172,25 @@ class OwnPlace:
 
 def progress(meeting: Path) -> tuple[int, int] | None:
     """Return the optimizer steps and epochs that the members have done; ``None`` before the first."""
+    read = _read_progress(meeting)
+    return read and read[:2]
+
+
+def _read_progress(meeting: Path) -> tuple[int, int, float] | None:
     for what in (_ELSEWHERE, "progress"):
         with suppress(FileNotFoundError, struct.error):
-            step, epoch = _PROGRESS.unpack(_beside(meeting, what).read_bytes())
-            return step, epoch
+            step, epoch, heartbeat = _PROGRESS.unpack(_beside(meeting, what).read_bytes())
+            return step, epoch, heartbeat
     return None
 
 
 # The launcher's side.
+
+
+def heartbeat(meeting: Path) -> float:
+    """Return the seconds of the members' heartbeat; 0 before their first step."""
+    read = _read_progress(meeting)
+    return 0.0 if read is None else read[2]
 
 
 def says(meeting: Path, process: int, pid: int, what: Word) -> bool:
@@ -226,9 +249,9 @@ def rank_variables(environment: Mapping[str, str], rank: int, size: int) -> dict
     return ranks | dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE", f"{inner}_WORLD_SIZE"), f"{size}")
 
 
-def own_place() -> OwnPlace | None:
+def own_place(heartbeat: float = 0.0) -> OwnPlace | None:
     """Return this worker's place; ``None`` if no worker may go."""
     meeting, process = os.environ.get(MEMBERS_VARIABLE, ""), os.environ.get(MEMBER_VARIABLE)
     if process is None or not meeting.endswith(f"-{os.environ.get('MASTER_PORT')}"):  # of a job around this one
         return None
-    return OwnPlace(Path(meeting), int(process), joins=os.environ.get(JOINED_VARIABLE) == "1")
+    return OwnPlace(Path(meeting), int(process), joins=os.environ.get(JOINED_VARIABLE) == "1", heartbeat=heartbeat)

@@ -92,7 +92,7 @@ class Redo:
         fixed: as given, or seen since: in a run, or as the script opened another Executor beside this one.
         may_shrink: the job may go on with fewer workers (``--min-workers``).
         own_rows: nobody else can compute the rows of a lost worker, so the others go on without them, and nobody joins.
-        repeated: how many steps were interrupted.
+        repeated: how many steps were interrupted; the same on all members.
         calls: in a ``call``, which begins again as a whole.
     """
 
@@ -368,6 +368,7 @@ class Redo:
         workers = self._workers
         before, number = workers.peers.identities, -1 if workers.joins else workers.membership
         awaited = error is None or error.operation == _COMPARISON
+        repeated = self.repeated + (error is not None)
         if self.apart is not None:
             self.apart.tables.wait_until_quiet()  # what is on its way is of the last number, and is not done again
         while True:
@@ -377,7 +378,7 @@ class Redo:
                 left = tuple(rank for rank, who in sorted(before.items()) if who not in now)
                 if met and 0 in left:
                     self._saver.writer_lost()  # before newcomers take the state, of which the save is part
-                met = met and self._settle(runner, called=called)
+                met = met and self._settle(runner, repeated, called=called)
                 break
             except PeerLost as other:  # one more has died, or leaves: meet again
                 if not _is_of_a_worker(other):
@@ -391,7 +392,6 @@ class Redo:
             why = "the job ends: too few workers are left, or none that has the state of training"
             raise error or PeerLost(why, peer="the others", operation="meet")
         assert roll is not None
-        self.repeated += error is not None
         number = roll.since[self._place.process] - 1 if number < 0 else number
         joined = tuple(sorted(roll.ranks[process] for process, since in roll.since.items() if since > number))
         return MembershipRecord(self._steps, workers.rank, workers.size, left, joined)
@@ -410,7 +410,7 @@ class Redo:
         """The windows of the step in progress that were decided as the present one began."""
         return int(self._counts["decided"])
 
-    def _settle(self, runner: StepRunner | None, *, called: bool) -> bool:
+    def _settle(self, runner: StepRunner | None, repeated: int, *, called: bool) -> bool:
         """Go back to the beginning of the window of ``runner``, or take its end, or a call's, from one that has it.
 
         A newcomer takes all. Returns False if there are only newcomers.
@@ -420,13 +420,14 @@ class Redo:
             self.apart.begin_again(*self.apart.progress())
             return True
         mine = -1 if workers.joins else self._seen
-        answers = exchange(workers, (mine, self._form), tuple[int, int], "meet")
-        everyone = [seen for seen, _ in answers]
+        answers = exchange(workers, (mine, self._form, repeated), tuple[int, int, int], "meet")
+        everyone = [seen for seen, *_ in answers]
         highest = max(everyone)
         if highest < 0:
             return False
         form = answers[everyone.index(highest)][1]
-        self._refuse([rank for rank, (seen, other) in enumerate(answers) if seen < 0 and other != form])
+        self._refuse([rank for rank, (seen, other, _) in enumerate(answers) if seen < 0 and other != form])
+        self.repeated = max(count for *_, count in answers)
         counts = {name: one.counts() for name, one in runners.items()}
         if runner is not None and runner.decided == self._decided and (called or mine == highest):
             servers = {"servers": self._counts["servers"]}  # which all steps share

@@ -122,7 +122,11 @@ class RemotePart:
         self._replaced_later: set[str] = set()
         self._hooks = ExitStack()
         self.place = None
-        if self._workers is not None and not spec.run_together(spec.routes) and (place := own_place()) is not None:
+        if (
+            self._workers is not None
+            and not spec.run_together(spec.routes)
+            and (place := own_place(spec.heartbeat)) is not None
+        ):
             self.place = place if published(place.meeting).least < self._workers.size else None
         self._lost, self._look_at = set[int](), 0.0
         spec.check_served()

@@ -18,6 +18,7 @@ from anabranch.liveness.membership import (
     Membership,
     Word,
     call_newcomers,
+    heartbeat,
     invited,
     progress,
     rank_variables,
@@ -60,8 +61,9 @@ class Members:
         self._awaited = set[int]()  # processes that are to be started
         self._more = list(more)
         self._crashed = set[int]()  # steps
+        self._closed = set[int]()  # processes that have left so, and may still work
         self._last: RoleProcess | None = None
-        self._frozen, self._looked = set[RoleProcess](), time.monotonic()
+        self._stopped, self._looked = dict[RoleProcess, float](), time.monotonic()  # since which look
         self._now.publish(meeting)
 
     def _members(self) -> list[RoleProcess]:
@@ -74,7 +76,8 @@ class Members:
 
     def newcomers(self) -> list[RoleProcess]:
         """Return those that have not joined yet."""
-        return [one for one in self._workers if one.running and one.rank not in self._now.ranks]
+        others = [one for one in self._workers if one.running and one.rank not in self._now.ranks]
+        return [one for one in others if one.rank not in self._closed]
 
     def awaits(self, process: RoleProcess) -> bool:
         """Return True of a newcomer that had not joined before its end: nothing is lost with it."""
@@ -82,8 +85,8 @@ class Members:
 
     def may_leave(self, process: RoleProcess) -> bool:
         """Return True if the job goes on without a worker that has failed, or with another in its place."""
-        done = self._progress()
-        if done is None or not self._members() or self._says(process, "closes"):
+        done, over = self._progress(), self._has_closed()
+        if done is None or not (over or self._members()) or self._says(process, "closes"):
             return False
         if process.code in _CRASHES:
             if done[0] in self._crashed:
@@ -92,6 +95,8 @@ class Members:
             self._crashed.add(done[0])
         elif process.code != -signal.SIGKILL:
             return False
+        if over:
+            return True
         ended = [one for one in self._workers if not one.running and one.code == 0]
         there = len(self._members()) + len(self.newcomers()) + len(self._awaited) + len(ended)
         restarts = process.spec.restarts
@@ -105,13 +110,27 @@ class Members:
         self._last = process if process.forgiven else self._last
         ended = process.code == 0
         closed = ended and not self._says(process, "leaves")
-        self._now = now = self._now.without(process.rank, ended=ended, closed=closed)
-        self._publish()
-        count = len(now.ranks)
+        if process.rank not in self._closed:
+            self._now = self._now.without(process.rank, ended=ended or self._has_closed(), closed=closed)
+            self._publish()
+        now = self._now
+        if (count := len(now.ranks)) == 0:
+            return "the others have ended"
         text = "the job goes on with" if count >= now.least else "the job waits, with"
         text = f"{text} {count} worker{'s' * (count != 1)}"
         first = [self._workers[one].log.name for one, rank in now.ranks.items() if rank == 0 and one != 0]
         return f"{text}, whose rank 0 writes to {first[0]}" if first else text
+
+    def leave_closed(self) -> None:
+        """Publish the membership without those that have closed, if others meet, who would wait for them."""
+        members = self._members()
+        meet = [one for one in members if self._says(one, "meets")]
+        closed = [one for one in members if self._says(one, "closes") and one not in meet] if meet else []
+        for one in closed:
+            self._closed.add(one.rank)
+            self._now = self._now.without(one.rank, ended=True, closed=True)
+        if closed:
+            self._publish()
 
     def heir(self, process: RoleProcess) -> RoleProcess | None:
         """Return the worker that is rank 0 once ``process`` has left; ``None`` if that changes nothing."""
@@ -129,7 +148,11 @@ class Members:
 
     def _takes_nobody(self) -> bool:
         done = self._progress()
-        return bool(self._now.closed) or (done is not None and done[1] == APART)
+        return self._has_closed() or (done is not None and done[1] == APART)
+
+    def _has_closed(self) -> bool:
+        """Return True once a member is behind its last step: those that are lost from then on are not missed."""
+        return bool(self._now.closed) or any(self._says(one, "closes") for one in self._members())
 
     def newcomer(self, spec: ProcessSpec) -> ProcessSpec | None:
         """Return how to start one that joins the others; ``None`` if nobody is left to take the state from."""
@@ -174,18 +197,22 @@ class Members:
         self._show()
 
     def frozen(self, services: Sequence[RoleProcess]) -> list[RoleProcess]:
-        """Return the processes that were stopped at the last look, ``LOOK_SECONDS`` ago, too, while a worker was not.
+        """Return the processes that were stopped at each look of the members' heartbeat, while a worker was not.
 
         None of those without which the job does not go on: they may be woken.
         """
         running = [one for one in self._workers if one.running]
         restarted = [one for one in services if one.running and one.spec.restarts is not None]
-        frozen = {one for one in (*running, *restarted) if one.frozen}
-        before, self._frozen = self._frozen, frozen
-        awake, self._looked = time.monotonic() - self._looked < 2 * LOOK_SECONDS, time.monotonic()
-        if not awake or frozen.issuperset(running) or self._progress() is None:
+        now = time.monotonic()
+        awake, self._looked = now - self._looked < 2 * LOOK_SECONDS, now
+        before = self._stopped if awake else {}
+        self._stopped = {one: before.get(one, now) for one in (*running, *restarted) if one.frozen}
+        if self._stopped.keys() >= {*running}:
+            self._stopped = {}  # those that are woken later than the first have a heartbeat from then on
+        if not self._stopped or self._progress() is None:
             return []
-        again = frozen & before
+        least = heartbeat(self._meeting)
+        again = [one for one, since in self._stopped.items() if one in before and now - since >= least]
         return [one for one in again if one.role != "worker" or not self._says(one, "closes")]
 
     def wait_no_longer(self) -> None:

@@ -17,7 +17,7 @@ from anabranch.launch.python_program import PythonProgram
 from anabranch.launch.supervision import parent_death
 from anabranch.launch.supervision.budget import RestartBudget
 from anabranch.launch.supervision.outcome import EndingError, Exit, Role
-from anabranch.record.process import STATUS_VARIABLE, process_stat, read_status
+from anabranch.record.process import STATUS_VARIABLE, process_state, read_status
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class RoleProcess(Exit):
     @property
     def frozen(self) -> bool:
         """True if it is stopped, by SIGSTOP or a debugger."""
-        return process_stat(self.pid)[0] == "T"
+        return process_state(self.pid) == "stopped"
 
     def signal(self, number: signal.Signals) -> None:
         """Send ``number``; a frozen worker is woken to see it.
