@@ -30,6 +30,7 @@ from anabranch.pipeline.microbatch import Batch, microbatch_sizes, scatter
 from anabranch.pipeline.parts.model_part import PartedModel
 from anabranch.pipeline.parts.part_program import SplitCall
 from anabranch.pipeline.parts.split import SplitModel
+from anabranch.pipeline.parts.tracing import opened_by
 from anabranch.pipeline.pipe_call import (
     Args,
     Loss,
@@ -79,7 +80,7 @@ Output: TypeAlias = Literal["last", "all"]
 """The ranks on which a call returns the output: the last stage's, or all."""
 
 
-_SETTINGS = frozenset({"calls", "checkpoint", "chunks", "elsewhere", "output", "process_group", "seed", "submodules"})
+_SETTINGS = frozenset({"calls", "checkpoint", "chunks", "elsewhere", "output", "process_group", "seed"})
 """Attributes of a pipe, whatever the names in its module."""
 
 
@@ -150,7 +151,6 @@ class Pipe(nn.Module):
         seed: of the random stream; the one of the first stage's rank counts.
         process_group: its ranks, ``None`` in one process.
         elsewhere: the names in the unsplit module's state dict that are on other ranks only.
-        submodules: the qualified names of all modules in the unsplit one.
 
     Raises:
         TypeError: ``module`` is not a ``nn.Sequential``.
@@ -205,7 +205,6 @@ class Pipe(nn.Module):
         self._stages = place_stages(split, rank_of, devices, self._here)
         self._source = module.split_source if isinstance(module, SplitModel) else None
         self.process_group = process_group
-        self.submodules = frozenset(name for name, _ in module.named_modules() if name)
         self._adopt(module if process_group is None else part_of(module, [split[j] for j in self._here]))
         roots: list[nn.Module] = [module, module.unsplit if isinstance(module, PartedModel) else module, self.module]
         self._roots = list(dict.fromkeys(roots))
@@ -573,11 +572,6 @@ class Pipe(nn.Module):
         keys: _IncompatibleKeys = super().load_state_dict(mine, strict, assign)
         return keys
 
-    @property
-    def bytes_sent(self) -> int:
-        """The bytes of tensors that this rank has sent to others; 0 in one process."""
-        return self._engine.bytes_sent
-
     def close(self) -> None:
         """End the worker threads. In one process the pipe stays usable: the next call starts new ones."""
         self._engine.close()
@@ -645,6 +639,25 @@ class PipeRanks:
         here = set(self._pipe.parameters())
         named = self._pipe._roots[0].named_parameters()
         return {parameter: name for name, parameter in named if parameter in here}
+
+    @property
+    def bytes_sent(self) -> int:
+        """The bytes of tensors that this rank has sent to others; 0 in one process."""
+        return self._pipe._engine.bytes_sent
+
+    @property
+    def submodules(self) -> frozenset[str]:
+        """The qualified names of all modules in the unsplit one."""
+        return frozenset(name for name, _ in self._pipe._roots[0].named_modules() if name)
+
+    def modules(self) -> list[nn.Module]:
+        """Return the modules whose modes ``train`` sets; some of a split model are in no stage here."""
+        return [module for root in (self._pipe, *self._pipe._roots) for module in root.modules()]
+
+    def opened(self) -> dict[str, nn.Module]:
+        """Return the modules around the cuts of a split model, by name: its code reads their modes."""
+        source = self._pipe._source
+        return {} if source is None else {path: source.model.get_submodule(path) for path in opened_by(source.at)}
 
     @property
     def is_traced(self) -> bool:
