@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import enum
 import functools
 import gc
 from collections.abc import Callable
@@ -135,12 +136,37 @@ def reads_behind(model: nn.Module, x: Tensor) -> Tensor:
         x = x * model.block.count
     elif model.what == "tensor" and model.block.aux is not None:
         x = x + model.block.aux
+    elif model.what == "a size":
+        x = x * model.block.count if len(x) == 1 else x
+    elif model.what == "an attribute":
+        x = (x.mT if model.block.count > 1 else x.T).mT
+    elif model.what in CONSTANTS:
+        x = model.take(x, CONSTANTS[model.what][model.block.count > 1])
     elif model.what:
         x = x * ONES[model.what == "other"] * ONES[0] * ONES[model.block.count > 1]
     return x
 
 
 ONES = torch.ones(2, 3).unbind()
+Mode = enum.Enum("Mode", ["A", "B"])
+CONSTANTS: dict[str, tuple[object, object]] = {
+    "an enum": (Mode.A, Mode.B),
+    "a dtype": (torch.float32, torch.float64),
+    "a range": (range(2), range(3)),
+    "a function": (torch.relu, torch.tanh),
+    "a class": (nn.ReLU, nn.Tanh),
+    "a lambda": (
+        lambda x: x,
+        lambda x: x * 2,
+    ),
+}
+
+
+class Takes(nn.Module):
+    """Takes a constant of the code."""
+
+    def forward(self, x: Tensor, constant: object) -> Tensor:
+        return x
 
 
 class Counts(nn.Module):
@@ -154,11 +180,11 @@ class Counts(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("what", ["number", "tensor", "one", "other"])
+@pytest.mark.parametrize("what", ["number", "tensor", "one", "other", "a size", "an attribute", *CONSTANTS])
 def test_what_a_module_leaves_behind_for_the_code_is_refused(what: str):
     model = Wraps(reads_behind)
-    model.block, model.what = Counts(), ""
-    x = torch.randn(4, 3)
+    model.block, model.take, model.what = Counts(), Takes(), ""
+    x = torch.randn(3, 3)
     parts = split(model, ["b"], example=x)
     model.what = what
     with Pipe(parts, [1, 1], chunks=2) as pipe:

@@ -12,6 +12,7 @@ The programs belong to one call, which has one for each size of its microbatches
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -105,8 +106,8 @@ class Instruction:
     place: str
 
     def __str__(self) -> str:
-        name = self.target if isinstance(self.target, str) else getattr(self.target, "__qualname__", "function")
-        return f"{_shown(self.out_leaves)} = {name}{self.tree}{_shown(self.leaves)} {self.out_tree} {self.modes}"
+        called = f"{_shown([self.target])}{self.tree}{_shown(self.leaves)}"
+        return f"{_shown(self.out_leaves)} = {called} {self.out_tree} {self.modes}"
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
@@ -119,8 +120,20 @@ def is_plain(value: object) -> bool:
 
 def _shown(leaves: Sequence[object]) -> str:
     """Return a string that is the same in every process."""
-    shown = (Slot, HeldTensor, slice)
-    return str([leaf if is_plain(leaf) or isinstance(leaf, shown) else type(leaf).__name__ for leaf in leaves])
+    return ", ".join(map(_shown_one, leaves))
+
+
+_AS_TEXT = (enum.Enum, range, slice, Slot, HeldTensor, torch.Size, torch.dtype, torch.layout, torch.memory_format)
+
+
+def _shown_one(leaf: object) -> str:
+    if is_plain(leaf):
+        return repr(leaf)
+    if isinstance(leaf, _AS_TEXT):
+        return str(leaf)
+    of = getattr(getattr(leaf, "__self__", None), "__name__", "")  # x.T and x.mT are both called __get__
+    line = getattr(getattr(leaf, "__code__", None), "co_firstlineno", "")  # every lambda has the same name
+    return f"{of} {getattr(leaf, '__qualname__', type(leaf).__name__)} {line}"
 
 
 @dataclass(slots=True)
@@ -305,18 +318,17 @@ class SplitCall:
                 )
 
     def check(self) -> None:
-        """Run the code once more, for one size: whatever it reads, it reads for each.
+        """Run the code once more, for each size of microbatch.
 
         Raises:
             CaptureError: it takes another way now, because a module changed what the code reads.
         """
-        program = next(iter(self._programs.values()))
-        place = program.place_of_difference(self._trace(self._signatures[:1])[0])
-        if place is not None:
-            raise CaptureError(
-                f"while the parts ran, a module changed what the code between the modules reads ({place}), so that "
-                "a microbatch would see another one's; return it from the module"
-            )
+        for program, after in zip(self._programs.values(), self._trace(self._signatures), strict=True):
+            if (place := program.place_of_difference(after)) is not None:
+                raise CaptureError(
+                    f"while the parts ran, a module changed what the code between the modules reads ({place}), so that "
+                    "a microbatch would see another one's; return it from the module"
+                )
 
     def join(self, values: Sequence[Structure], sizes: Sequence[int]) -> Structure:
         """Return the model's output from the values of the last part for microbatches of ``sizes`` rows."""
