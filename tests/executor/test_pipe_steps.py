@@ -574,6 +574,16 @@ def test_options_that_no_pipe_supports_are_refused(caplog: pytest.LogCaptureFixt
             ab.Executor(ab.TrainStep(pipe, lambda y, t: y, optimizer)).run(batch=(torch.ones(3, 2), torch.ones(3, 2)))
 
 
+def test_a_pipe_inside_the_model_of_a_step_is_not_alone(monkeypatch: pytest.MonkeyPatch):
+    """Its gradients are shared as all others; a warning would be an error here."""
+    pipe = ab.Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1])
+    model = nn.Sequential(pipe, nn.Linear(2, 1))
+    step = ab.TrainStep(model, lambda model, x: model(x).square().mean(), torch.optim.SGD(model.parameters(), 0.1))
+    with ab.Executor(step) as executor, pipe:
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        executor.run(batch=torch.ones(3, 2))
+
+
 class Dropping(nn.Module):
     """The code around its cut, inside ``inner``, drops in train mode."""
 

@@ -320,7 +320,7 @@ class Pipe(nn.Module):
         with self._turn("forward"):
             call = self._call(args, inputs)
             if call.differentiable:
-                self._warn_if_alone()
+                self._warn_if_alone(5)  # forward, and two calls inside torch, are between
                 outputs = open_portal(call)
             else:
                 outputs, _ = call.forward()
@@ -376,7 +376,7 @@ class Pipe(nn.Module):
             raise ValueError(f"reduction is 'mean' or 'sum', got {reduction!r}")
         if reduction == "sum" and rows is not None:
             raise ValueError("rows= weighs the means of microbatches, and reduction='sum' adds sums up; leave one out")
-        self._warn_if_alone()
+        self._warn_if_alone(3)
         with self._turn("step"):
             if target is _LEFT_OUT:
                 args, target = (args[:-1], args[-1]) if len(args) > 1 else (args, None)
@@ -390,13 +390,13 @@ class Pipe(nn.Module):
             deliver(call.leaves, grads)
         return StepResult(call.loss(), outputs, call.output)
 
-    def _warn_if_alone(self) -> None:
+    def _warn_if_alone(self, stacklevel: int) -> None:
         """Warn once that other workers have pipes of their own, whose gradients an Executor would share."""
         if self._left_out and _count_workers() > 1:
             warnings.warn(
                 f"this Pipe is in one of {_count_workers()} workers without process_group=, so each worker trains a "
                 "model of its own; pass process_group= for stages in several workers, or train it in an Executor",
-                stacklevel=3,
+                stacklevel=stacklevel,
             )
         self._left_out = False
 
@@ -639,6 +639,10 @@ class PipeRanks:
         here = set(self._pipe.parameters())
         named = self._pipe._roots[0].named_parameters()
         return {parameter: name for name, parameter in named if parameter in here}
+
+    def join_executor(self) -> None:
+        """Do not warn that each worker trains alone: the Executor shares the gradients."""
+        self._pipe._left_out = False
 
     @property
     def bytes_sent(self) -> int:
