@@ -427,7 +427,7 @@ class Pipe(nn.Module):
         facts = self._engine.agree(lambda: self._facts(batch, args, inputs, records, split))
         self.calls = facts.step + 1
         if split is not None and 0 not in self._here:
-            split.learn(facts.kinds, facts.sizes, self._engine.rank)
+            split.learn(facts.kinds, facts.sizes, dist.get_rank())
         if rows not in (None, sum(facts.sizes)):
             raise ValueError(
                 f"the first stage's batch has {sum(facts.sizes)} rows, this rank's {rows}; the ranks of a pipeline "
