@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -181,7 +183,10 @@ def test_checkpointing_inside_a_layer_replays_the_masks_of_its_stage(reentrant: 
 
 
 @pytest.mark.parametrize("place", ["softsign", "dropout"])
-def test_a_users_wrapper_of_a_function_is_applied_once(place: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("kind", [lambda wrapper: wrapper, functools.partial, lambda wrapper: mock.Mock(wraps=wrapper)])
+def test_a_users_wrapper_of_a_function_is_applied_once(
+    place: str, kind: Callable[[Callable[..., object]], object], monkeypatch: pytest.MonkeyPatch
+):
     original = getattr(F, place)
     calls = []
 
@@ -189,7 +194,7 @@ def test_a_users_wrapper_of_a_function_is_applied_once(place: str, monkeypatch: 
         calls.append(place)
         return original(x, *args, **kwargs) * 2
 
-    monkeypatch.setattr(F, place, wrapper)
+    monkeypatch.setattr(F, place, kind(wrapper))
     model = nn.Sequential(nn.Linear(3, 3), nn.Softsign() if place == "softsign" else nn.Dropout(0.5)).double()
     x = torch.randn(4, 3, dtype=torch.float64)
     before = torch.get_rng_state()

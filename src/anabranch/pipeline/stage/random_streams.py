@@ -150,7 +150,7 @@ class drawing_from(TorchFunctionMode):  # noqa: N801 - a context
                     setattr(module, name, function)
 
     def __torch_function__(self, func: _Function, types_: object, args: _Args = (), kwargs: _Named = None) -> object:
-        if type(func) is types.FunctionType:
+        if type(func) not in _IN_C:
             func = _original(func)
         if func in _DRAWING:
             with _GiveGenerator(self):
@@ -170,12 +170,13 @@ def _original(func: Callable[..., object]) -> Callable[..., object]:
     """
     frame = sys._getframe(2)
     if frame.f_code is _HANDLE and frame.f_back is not None:
-        code = frame.f_back.f_code
-        if code is not func.__code__ and not func.__code__.co_filename.startswith(_TORCH):
+        code, its = frame.f_back.f_code, getattr(func, "__code__", None)  # an object that is called has none
+        if its is None or (code is not its and not its.co_filename.startswith(_TORCH)):
             return _PYTHON.get(code) or types.FunctionType(code, frame.f_back.f_globals)
     return func
 
 
+_IN_C = frozenset({types.BuiltinFunctionType, types.MethodDescriptorType, types.MethodWrapperType})
 _TORCH = str(Path(torch.__file__).parent)
 _HANDLE = handle_torch_function.__code__
 _PYTHON = {one.__code__: one for one in (*vars(F).values(), *vars(nn.init).values()) if type(one) is types.FunctionType}
