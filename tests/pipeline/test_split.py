@@ -341,6 +341,16 @@ def in_a_view(model: nn.Module, x: Tensor) -> Tensor:
     return x
 
 
+FORWARD = r"test_split.py:\d+ \(forward\)"
+
+
+def unseen(model: nn.Module, x: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunction():
+        y = x * 2
+    return model.c(y)
+
+
+AT_A_CALL = r"\(.*test_split.py:\d+ \(with_\w+\)\)"
 LINE = r"test_split.py:\d+ \(<lambda>\)"
 SEEDS = r"seeds PyTorch's generator between the modules.*glue="
 IN_PLACE = r"test_split.py:\d+ .* in place .*glue="
@@ -348,18 +358,20 @@ BETWEEN: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], str]] = {
     "a branch by values": (lambda m, x: x if x.sum() > 0 else -x, f"{LINE} depends on the values of a tensor"),
     "rows by values": (lambda m, x: x[x > 0].expand(4, 4), f"{LINE} depends on the values of a tensor"),
     "NumPy": (lambda m, x: torch.from_numpy(x.detach().numpy()), f"{LINE} depends on the values of a tensor"),
-    "an attribute": (lambda m, x: setattr(m, "kept", x) or x, "sets its attribute 'kept'"),
+    "an attribute": (lambda m, x: setattr(m, "kept", x) or x, rf"{FORWARD}\) sets its attribute 'kept'"),
     "a list": (lambda m, x: m.seen.append(x) or x, "sets its attribute 'seen'"),
     "another buffer": (lambda m, x: setattr(m, "count", m.count + 1) or x, "sets its attribute 'count'"),
-    "Python's generator": (lambda m, x: x * random.random(), "draws random numbers from Python's"),
+    "Python's generator": (lambda m, x: x * random.random(), rf"{FORWARD}\) draws random numbers from Python's"),
     "a reentrant checkpoint": (
         lambda m, x: recomputation.checkpoint(m.c, x, use_reentrant=True), f"{LINE} calls CheckpointFunction.apply",
     ),
     "a closure": (lambda m, x: m.c(x, lambda y: m.c(y)), f"{LINE} passes a function to"),
     "a trained tensor": (lambda m, x: x * TRAINED, f"{LINE} trains a tensor that is not a parameter"),
-    "vmap": (lambda m, x: torch.vmap(torch.sin)(x), f"{LINE} runs inside a torch.func transform"),
-    "functional_call": (with_other_parameters, r"'c' sets its attribute 'weight'.*glue="),
-    "an attribute of a layer for one call": (with_an_attribute, "'c' sets its attribute 'scale'"),
+    "vmap": (lambda m, x: torch.vmap(torch.sin)(x), f"{LINE} runs inside a torch.func transform.*glue="),
+    "a tensor of no function": (unseen, "test_split.py.* a tensor that comes from no PyTorch function.*glue="),
+    "an operation without a form": (lambda m, x: torch.nested.nested_tensor([x])[0], rf"{LINE} cannot run.*glue="),
+    "functional_call": (with_other_parameters, rf"'c' {AT_A_CALL} sets its attribute 'weight'.*glue="),
+    "an attribute of a layer for one call": (with_an_attribute, rf"'c' {AT_A_CALL} sets its attribute 'scale'"),
     "a seed": (lambda m, x: x * torch.rand(4, generator=torch.manual_seed(1)), f"{LINE} {SEEDS}"),
     "a seed put back": (with_a_seed, SEEDS),
     "a generator's state": (lambda m, x: torch.set_rng_state(STATE) or x, SEEDS),
@@ -403,11 +415,13 @@ def test_names_that_begin_no_stage_are_refused(model: nn.Module, at: list[str], 
 
 
 def test_a_module_called_in_two_parts_is_refused():
-    with pytest.raises(CaptureError, match=r"'a' is called by the parts \[0, 1\]"):
+    with pytest.raises(CaptureError, match=r"'a' is called by the parts \[0, 1\] \(.*test_split.py:\d+"):
         split(Frame(lambda m, x: m.a(m.c(x))), ["c"], example=torch.randn(4, 4))
     model = Frame(lambda m, x: m.two[0](m.c(m.two(x))))
     model.two = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with pytest.raises(CaptureError, match=r"'two.0' is called by the parts \[1\], but 'two', which contains it"):
+    with pytest.raises(
+        CaptureError, match=r"'two.0' is called by the parts \[1\] \(.*\), but 'two', which contains it"
+    ):
         split(model, ["c"], example=torch.randn(4, 4))
     model.between = lambda m, x: m.c(m.two[0](m.two(x)))
     x = torch.randn(4, 4, dtype=torch.float64)

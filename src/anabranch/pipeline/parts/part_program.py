@@ -327,7 +327,8 @@ class SplitCall:
             if (place := program.place_of_difference(after)) is not None:
                 raise CaptureError(
                     f"while the parts ran, a module changed what the code between the modules reads ({place}), so that "
-                    "a microbatch would see another one's; return it from the module"
+                    "a microbatch would see another one's; return it from the module, or give the code of the parts as "
+                    "glue=, with the module in the part that reads it"
                 )
 
     def join(self, values: Sequence[Structure], sizes: Sequence[int]) -> Structure:
