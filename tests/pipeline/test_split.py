@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from pipeline_models import (
     Computes,
     PopSecond,
@@ -602,3 +603,58 @@ class Wraps(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(self.between(self.a(x)))
+
+
+class Convolved(nn.Module):
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(2, after)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(self.norm(self.conv(x)))
+
+
+class UNet(nn.Module):
+    """Skips that cross cuts in a list, the last one first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.middle, self.end = nn.Conv2d(1, 4, 3, padding=1), Convolved(8, 8), nn.Conv2d(4, 1, 1)
+        self.down = nn.ModuleList([Convolved(4, 4), Convolved(4, 8)])
+        self.up = nn.ModuleList([Convolved(16, 4), Convolved(8, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, skips = self.start(x), []
+        for layer in self.down:
+            skips.append(layer(x))
+            x = F.avg_pool2d(skips[-1], 2)
+        x = self.middle(x)
+        for layer in self.up:
+            x = layer(torch.cat([F.interpolate(x, scale_factor=2), skips.pop()], 1))
+        return self.end(x)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "checkpoint", "at"),
+    [
+        ("1F1B", "always", ["middle", "up.1"]),
+        ("ZBV", "never", ["down.1", "middle", "up.1"]),
+        ("ZB1P", "always", ["down.1", "up.0"]),
+        ("GPipe", "except_last", ["down.0.conv", "up.0.norm"]),
+    ],
+)
+def test_a_u_net_trains_and_evaluates_as_the_unsplit_one(schedule: str, checkpoint: str, at: list[str]):
+    model = UNet().double()
+    plain = copy.deepcopy(model)
+    x, target = torch.randn(2, 7, 1, 8, 8, dtype=torch.float64)
+    options = {"chunks": 3, "schedule": schedule, "checkpoint": checkpoint}
+    with Pipe(split(model, at, example=x), [1] * (len(at) + 1), **options) as pipe:
+        result = pipe.step(x, target, loss=F.mse_loss)
+        expected = F.mse_loss(plain(x), target)
+        expected.backward()
+        assert close(result.loss, expected)
+        assert_same_gradients(model, plain)
+        pipe.eval()
+        plain.eval()
+        with torch.no_grad():
+            assert close(pipe(x), plain(x))
