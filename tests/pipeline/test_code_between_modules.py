@@ -60,6 +60,22 @@ def test_modes_and_frozen_parameters_change_forms_without_a_refusal():
         torch.testing.assert_close(pipe(x), model(x))
 
 
+def test_strides_of_inputs_and_of_what_modules_return_of_them_are_seen():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.same, self.a, self.b = nn.Identity(), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.same(x.as_strided((len(x), 4), x.stride()))
+            return self.b(self.a(x * 2 if x.is_contiguous() else x))
+
+    model = Model()
+    with Pipe(split(model, ["b"], example=torch.randn(6, 4)), [1, 1], chunks=2, checkpoint="never") as pipe:
+        for x in (torch.randn(6, 4), torch.randn(4, 6).t(), torch.randn(6, 8)[:, ::2]):
+            torch.testing.assert_close(pipe(x), model(x))
+
+
 class Wraps(nn.Module):
     """A layer, code between, and another one."""
 

@@ -34,11 +34,15 @@ if TYPE_CHECKING:
 
 
 class TensorForm(msgspec.Struct, frozen=True):  # not a dataclass, which would be a container in structures
-    """The facts that code between modules may read of a tensor before it has values."""
+    """The facts that code between modules may read of a tensor before it has values; ``stride`` of inputs only.
+
+    The strides of a module's results are those of a run without memory: a kernel may choose others.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    stride: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorForm:
@@ -64,7 +68,12 @@ def signature_of(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Sign
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
             raise TypeError(f"a {leaf.layout} tensor cannot be an input of a split model; make it dense")
-    return Signature(tree, tuple([TensorForm.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]))
+    forms = [_input_form(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return Signature(tree, tuple(forms))
+
+
+def _input_form(tensor: Tensor) -> TensorForm:
+    return TensorForm(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.stride())
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +304,7 @@ class SplitCall:
             for index, (leaf, is_whole) in enumerate(zip(signature.leaves, whole, strict=True)):
                 if isinstance(leaf, TensorForm):
                     shape = leaf.shape if is_whole else (size, *leaf.shape[1:])
-                    leaves[index] = TensorForm(shape, leaf.dtype, leaf.requires_grad and records)
+                    leaves[index] = TensorForm(shape, leaf.dtype, leaf.requires_grad and records, leaf.stride)
             forms[size] = Signature(signature.tree, tuple(leaves))
         pairs = zip(self.add(forms), self._signatures, strict=True)
         return [(program.digest(), unflatten(form.tree, form.leaves)) for program, form in pairs] if tells else []

@@ -200,7 +200,7 @@ class _Recorder(TorchFunctionMode):
         self._slots: dict[int, Slot] = {}
         self._loose: dict[int, tuple[Tensor, int]] = {}
         self._parts: list[list[Instruction]] = [[] for _ in range(len(self._at) + 1)]
-        leaves = [self._without_memory(leaf) if isinstance(leaf, TensorForm) else leaf for leaf in signature.leaves]
+        leaves = [self._without_memory(x, x.stride) if isinstance(x, TensorForm) else x for x in signature.leaves]
         args, kwargs = unflatten(signature.tree, leaves)
         inputs = tuple(self._put(leaf, "the model's input") for leaf in leaves if isinstance(leaf, Tensor))
         with self.fake, self:
@@ -288,7 +288,7 @@ class _Recorder(TorchFunctionMode):
                 tensors = [tensor for child in modules for tensor in _tensors_in(child)]
                 state = ((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors)
                 self._states[path] = (*state, *(child.training for child in modules))
-            inputs = [TensorForm.of(x) if isinstance(x, Tensor) else (type(x), repr(x)) for x in leaves]
+            inputs = [(TensorForm.of(x), x.stride()) if isinstance(x, Tensor) else (type(x), repr(x)) for x in leaves]
         key = (path, tree, modes, *inputs, self._states[path])
         form = self._forms.get(key)
         if form is None:
