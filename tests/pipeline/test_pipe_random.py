@@ -150,7 +150,11 @@ class Checkpointed(nn.Module):
         return F.dropout((self._run if self.keeps else run)(x), 0.5)
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
+        RUNS.append(self)
         return self.second(torch.tanh(F.dropout(self.first(x), 0.5)))
+
+
+RUNS: list[nn.Module] = []
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZB1P"])
@@ -168,6 +172,7 @@ def test_checkpointing_inside_a_layer_replays_the_masks_of_its_stage(reentrant: 
         for layer in model[1:]:
             layer.keeps = keeps
         model.zero_grad()
+        RUNS.clear()
         with Pipe(model, [1, 2], chunks=3, checkpoint=mode, schedule=schedule, seed=1) as pipe:
             if reentrant and not keeps and schedule == "ZB1P":
                 with pytest.raises(RuntimeError, match="reentrant"):
@@ -177,6 +182,8 @@ def test_checkpointing_inside_a_layer_replays_the_masks_of_its_stage(reentrant: 
             pipe(x).square().mean().backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
     assert all(map(close, *gradients))
+    forwards = 2 if mode == "always" else 1
+    assert len(RUNS) == (forwards + 1) * 2 * 3 * 2, "once more in a backward, also if it is in two parts"
     assert torch.equal(torch.get_rng_state(), before)
     assert functions[:2] == [torch.get_rng_state, torch.set_rng_state]
     assert functions[2:] == [recomputation.get_device_states, recomputation.set_device_states]

@@ -111,8 +111,8 @@ class drawing_from(TorchFunctionMode):  # noqa: N801 - a context
     else. Other threads' calls reach the process's functions as before.
 
     Attributes:
-        hooked: the sequence numbers of the graph's nodes on which hooks were set meanwhile, for ``SplitBackward``:
-            another mode to see them would cost every operation a second lookup.
+        hooked: the sequence numbers of the graph's nodes that were made meanwhile and have hooks, also on what they
+            save, for ``SplitBackward``: another mode to see them would cost every operation a second lookup.
     """
 
     def __init__(self, seed: int, step: int, stage: int, microbatch: int) -> None:
@@ -152,14 +152,23 @@ class drawing_from(TorchFunctionMode):  # noqa: N801 - a context
     def __torch_function__(self, func: _Function, types_: object, args: _Args = (), kwargs: _Named = None) -> object:
         if type(func) not in _IN_C:
             func = _original(func)
+        if _saved_tensors_hooks(True) is not None:
+            first = _next_sequence_nr()
+            try:
+                return self._run(func, args, kwargs or {})
+            finally:
+                self.hooked.update(range(first, _next_sequence_nr()))
+        return self._run(func, args, kwargs or {})
+
+    def _run(self, func: _Function, args: _Args, kwargs: dict[str, object]) -> object:
         if func in _DRAWING:
             with _GiveGenerator(self):
-                return func(*args, **(kwargs or {}))
+                return func(*args, **kwargs)
         if func is Tensor.register_hook:
             node = args[0].grad_fn  # type: ignore[attr-defined]
             if node is not None:
                 self.hooked.add(node._sequence_nr())
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _original(func: Callable[..., object]) -> Callable[..., object]:
@@ -176,6 +185,8 @@ def _original(func: Callable[..., object]) -> Callable[..., object]:
     return func
 
 
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_next_sequence_nr = torch._C._autograd._get_sequence_nr
 _IN_C = frozenset({types.BuiltinFunctionType, types.MethodDescriptorType, types.MethodWrapperType})
 _TORCH = str(Path(torch.__file__).parent)
 _HANDLE = handle_torch_function.__code__
