@@ -152,23 +152,19 @@ class drawing_from(TorchFunctionMode):  # noqa: N801 - a context
     def __torch_function__(self, func: _Function, types_: object, args: _Args = (), kwargs: _Named = None) -> object:
         if type(func) not in _IN_C:
             func = _original(func)
-        if _saved_tensors_hooks(True) is not None:
-            first = _next_sequence_nr()
-            try:
-                return self._run(func, args, kwargs or {})
-            finally:
-                self.hooked.update(range(first, _next_sequence_nr()))
-        return self._run(func, args, kwargs or {})
-
-    def _run(self, func: _Function, args: _Args, kwargs: dict[str, object]) -> object:
-        if func in _DRAWING:
-            with _GiveGenerator(self):
-                return func(*args, **kwargs)
         if func is Tensor.register_hook:
             node = args[0].grad_fn  # type: ignore[attr-defined]
             if node is not None:
                 self.hooked.add(node._sequence_nr())
-        return func(*args, **kwargs)
+        first = _next_sequence_nr()
+        if func in _DRAWING:
+            with _GiveGenerator(self):
+                result = func(*args, **(kwargs or {}))
+        else:
+            result = func(*args, **(kwargs or {}))
+        if _saved_tensors_hooks(True) is not None:
+            self.hooked.update(range(first, _next_sequence_nr()))
+        return result
 
 
 def _original(func: Callable[..., object]) -> Callable[..., object]:
