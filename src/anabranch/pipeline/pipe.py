@@ -437,7 +437,9 @@ class Pipe(nn.Module):
         taken = self._keywords_taken(facts, batch, len(args) if 0 in self._here else 0) if named else {}
         schedule, recompute = self._planned(len(facts.sizes), self.checkpoint if records else "never")
         splits = self._schedules.splits_backward
-        plan = StagePlan(modes, facts.seed, facts.step, facts.sizes, recompute, splits, LooseLeaves(), records, split)
+        outside = batch.memory() if recompute else ()
+        loose = LooseLeaves()
+        plan = StagePlan(modes, facts.seed, facts.step, facts.sizes, recompute, splits, loose, records, outside, split)
         if records != facts.records:
             raise ValueError("some ranks call the pipe with gradients and some without; call it in one mode on all")
         if self.output != facts.output:
