@@ -572,3 +572,68 @@ def test_options_that_no_pipe_supports_are_refused(caplog: pytest.LogCaptureFixt
         assert executor.engine() == "tape"
         with pytest.raises(ValueError, match="one number per microbatch"):
             ab.Executor(ab.TrainStep(pipe, lambda y, t: y, optimizer)).run(batch=(torch.ones(3, 2), torch.ones(3, 2)))
+
+
+def test_a_pipe_inside_the_model_of_a_step_is_not_alone(monkeypatch: pytest.MonkeyPatch):
+    """Its gradients are shared as all others; a warning would be an error here."""
+    pipe = ab.Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1])
+    model = nn.Sequential(pipe, nn.Linear(2, 1))
+    step = ab.TrainStep(model, lambda model, x: model(x).square().mean(), torch.optim.SGD(model.parameters(), 0.1))
+    with ab.Executor(step) as executor, pipe:
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        executor.run(batch=torch.ones(3, 2))
+
+
+class Dropping(nn.Module):
+    """The code around its cut, inside ``inner``, drops in train mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(5, 5), Drops(), nn.Linear(5, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.inner(x), 0.5, self.training)
+
+
+class Drops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.dropout(self.first(x), 0.5, self.training))
+
+
+def evaluate_between(workers: int, path: str) -> None:
+    model, batch = Dropping(), batch_of(0, 8)[1].float()
+    if workers > 1:
+        dist.init_process_group("gloo")
+    group = {"process_group": dist.group.WORLD} if workers > 1 else {}
+    with ab.Pipe(ab.pipeline.split(model, ["inner.1.second"], example=batch), [1, 1], **group) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
+        steps: dict[str, Any] = {
+            "train": ab.TrainStep(pipe, F.mse_loss, optimizer),
+            "look": ab.EvalStep(pipe, lambda model, batch: {"y": model(batch[0])}),
+        }
+        model.inner[1].training = False
+        before = [module.training for module in model.modules()]
+        with ab.Executor(steps) as executor:
+            executor.run("train", (batch, batch))
+            executor.run("look", (batch, batch))
+            assert [module.training for module in model.modules()] == before
+            assert pipe.training
+            executor.save(path)
+            model.training, model.inner[1].training = False, True
+            executor.load(path)
+            assert [module.training for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("workers", [1, slow(2)])
+def test_modules_around_a_cut_have_their_modes_back_after_an_evaluation_and_from_a_checkpoint(
+    workers: int, tmp_path: Path
+):
+    path = str(tmp_path / "saved")
+    if workers > 1:
+        in_job(evaluate_between, workers, workers, path)
+    else:
+        evaluate_between(1, path)

@@ -455,6 +455,16 @@ def code_between() -> None:
         contextvars.copy_context().run(changed_code, change)
 
 
+def code_of_the_last_two() -> None:
+    """Of a pipe on some of the job's ranks, the rank whose code differs is named by its number in the job."""
+    group = dist.new_group([WORLD - 2, WORLD - 1])
+    if RANK >= WORLD - 2:
+        model, x = Reads(), torch.randn(4, 3, dtype=torch.float64)
+        with ab.Pipe(split(model, ["b"], example=x), [1, 1], process_group=group) as pipe:
+            model.number = float(RANK)
+            refused(partial(pipe, x), f"on rank {WORLD - 1} than", WORLD - 1, ab.CaptureError)
+
+
 def changed_code(change: Change) -> None:
     torch.manual_seed(4)
     model = Reads()

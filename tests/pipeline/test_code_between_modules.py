@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import enum
 import functools
 import gc
 from collections.abc import Callable
@@ -57,6 +58,22 @@ def test_modes_and_frozen_parameters_change_forms_without_a_refusal():
         change()
         x = x.to(model.b.weight.dtype)
         torch.testing.assert_close(pipe(x), model(x))
+
+
+def test_strides_of_inputs_and_of_what_modules_return_of_them_are_seen():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.same, self.a, self.b = nn.Identity(), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.same(x.as_strided((len(x), 4), x.stride()))
+            return self.b(self.a(x * 2 if x.is_contiguous() else x))
+
+    model = Model()
+    with Pipe(split(model, ["b"], example=torch.randn(6, 4)), [1, 1], chunks=2, checkpoint="never") as pipe:
+        for x in (torch.randn(6, 4), torch.randn(4, 6).t(), torch.randn(6, 8)[:, ::2]):
+            torch.testing.assert_close(pipe(x), model(x))
 
 
 class Wraps(nn.Module):
@@ -135,12 +152,37 @@ def reads_behind(model: nn.Module, x: Tensor) -> Tensor:
         x = x * model.block.count
     elif model.what == "tensor" and model.block.aux is not None:
         x = x + model.block.aux
+    elif model.what == "a size":
+        x = x * model.block.count if len(x) == 1 else x
+    elif model.what == "an attribute":
+        x = (x.mT if model.block.count > 1 else x.T).mT
+    elif model.what in CONSTANTS:
+        x = model.take(x, CONSTANTS[model.what][model.block.count > 1])
     elif model.what:
         x = x * ONES[model.what == "other"] * ONES[0] * ONES[model.block.count > 1]
     return x
 
 
 ONES = torch.ones(2, 3).unbind()
+Mode = enum.Enum("Mode", ["A", "B"])
+CONSTANTS: dict[str, tuple[object, object]] = {
+    "an enum": (Mode.A, Mode.B),
+    "a dtype": (torch.float32, torch.float64),
+    "a range": (range(2), range(3)),
+    "a function": (torch.relu, torch.tanh),
+    "a class": (nn.ReLU, nn.Tanh),
+    "a lambda": (
+        lambda x: x,
+        lambda x: x * 2,
+    ),
+}
+
+
+class Takes(nn.Module):
+    """Takes a constant of the code."""
+
+    def forward(self, x: Tensor, constant: object) -> Tensor:
+        return x
 
 
 class Counts(nn.Module):
@@ -154,17 +196,17 @@ class Counts(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("what", ["number", "tensor", "one", "other"])
+@pytest.mark.parametrize("what", ["number", "tensor", "one", "other", "a size", "an attribute", *CONSTANTS])
 def test_what_a_module_leaves_behind_for_the_code_is_refused(what: str):
     model = Wraps(reads_behind)
-    model.block, model.what = Counts(), ""
-    x = torch.randn(4, 3)
+    model.block, model.take, model.what = Counts(), Takes(), ""
+    x = torch.randn(3, 3)
     parts = split(model, ["b"], example=x)
     model.what = what
     with Pipe(parts, [1, 1], chunks=2) as pipe:
         for call in (lambda: pipe(x), lambda: pipe.step(x, loss=lambda output, _: output.sum())):
             model.block.count = 1
-            with pytest.raises(CaptureError, match=r"test_code_between_modules.py:\d+ \((reads_behind|forward)\)"):
+            with pytest.raises(CaptureError, match=r"between_modules.py:\d+ \((reads_behind|forward)\).*glue="):
                 call()
         assert not any(parameter.grad is not None for parameter in model.parameters())
         model.what = ""

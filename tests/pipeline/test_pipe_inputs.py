@@ -209,8 +209,11 @@ def test_process_group_none_and_left_out_are_told_apart(monkeypatch: pytest.Monk
     with Pipe(model, [1, 1]) as pipe:
         with torch.no_grad():
             pipe(x)
-        with pytest.warns(UserWarning, match="one of 2 workers without process_group="):
+        with pytest.warns(UserWarning, match="one of 2 workers without process_group=") as caught:
             pipe.step(x, loss=lambda y, _: y.sum())
         pipe.step(x, loss=lambda y, _: y.sum())
         pipe(x).sum().backward()
+        with Pipe(model, [1, 1]) as other, pytest.warns(UserWarning, match="without process_group=") as caught_in_call:
+            other(x)
+        assert caught[0].filename == caught_in_call[0].filename == __file__
         assert pipe.process_group is None

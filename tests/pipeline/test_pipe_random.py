@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -148,7 +150,11 @@ class Checkpointed(nn.Module):
         return F.dropout((self._run if self.keeps else run)(x), 0.5)
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
+        RUNS.append(self)
         return self.second(torch.tanh(F.dropout(self.first(x), 0.5)))
+
+
+RUNS: list[nn.Module] = []
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZB1P"])
@@ -166,6 +172,7 @@ def test_checkpointing_inside_a_layer_replays_the_masks_of_its_stage(reentrant: 
         for layer in model[1:]:
             layer.keeps = keeps
         model.zero_grad()
+        RUNS.clear()
         with Pipe(model, [1, 2], chunks=3, checkpoint=mode, schedule=schedule, seed=1) as pipe:
             if reentrant and not keeps and schedule == "ZB1P":
                 with pytest.raises(RuntimeError, match="reentrant"):
@@ -175,13 +182,18 @@ def test_checkpointing_inside_a_layer_replays_the_masks_of_its_stage(reentrant: 
             pipe(x).square().mean().backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
     assert all(map(close, *gradients))
+    forwards = 2 if mode == "always" else 1
+    assert len(RUNS) == (forwards + 1) * 2 * 3 * 2, "once more in a backward, also if it is in two parts"
     assert torch.equal(torch.get_rng_state(), before)
     assert functions[:2] == [torch.get_rng_state, torch.set_rng_state]
     assert functions[2:] == [recomputation.get_device_states, recomputation.set_device_states]
 
 
 @pytest.mark.parametrize("place", ["softsign", "dropout"])
-def test_a_users_wrapper_of_a_function_is_applied_once(place: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("kind", [lambda wrapper: wrapper, functools.partial, lambda wrapper: mock.Mock(wraps=wrapper)])
+def test_a_users_wrapper_of_a_function_is_applied_once(
+    place: str, kind: Callable[[Callable[..., object]], object], monkeypatch: pytest.MonkeyPatch
+):
     original = getattr(F, place)
     calls = []
 
@@ -189,7 +201,7 @@ def test_a_users_wrapper_of_a_function_is_applied_once(place: str, monkeypatch: 
         calls.append(place)
         return original(x, *args, **kwargs) * 2
 
-    monkeypatch.setattr(F, place, wrapper)
+    monkeypatch.setattr(F, place, kind(wrapper))
     model = nn.Sequential(nn.Linear(3, 3), nn.Softsign() if place == "softsign" else nn.Dropout(0.5)).double()
     x = torch.randn(4, 3, dtype=torch.float64)
     before = torch.get_rng_state()

@@ -77,6 +77,11 @@ def test_the_code_between_modules_is_read_at_every_call_on_every_rank(ranks: int
 
 
 @pytest.mark.slow
+def test_a_rank_whose_code_differs_has_its_number_in_the_job():
+    LocalJob(3).run(SCRIPT, "code_of_the_last_two").check()
+
+
+@pytest.mark.slow
 def test_so_they_are_over_gloo_alone():
     """As between hosts."""
     LocalJob(2, environment={"PIPELINE_OVER_GLOO": "1"}).run(SCRIPT, "exact:all", "mistakes").check()

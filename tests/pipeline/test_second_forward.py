@@ -191,6 +191,46 @@ def test_frozen_weights_that_no_forward_changes_are_not_copied():
     assert len(layer.seen) == 6
 
 
+class Passes(nn.Module):
+    """Returns a part of its inputs, computing nothing."""
+
+    def __init__(self, choose: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.choose = choose
+
+    def forward(self, x: Tensor, by_name: object = None) -> Tensor:
+        return self.choose(x, by_name)
+
+
+@pytest.mark.parametrize(
+    ("choose", "wrap"),
+    {
+        "the input": (lambda x, _: x, lambda buffer: (buffer, {})),
+        "a view of it": (lambda x, _: x[:, :3], lambda buffer: (buffer, {})),
+        "an input that requires grad": (lambda x, _: x, lambda buffer: (buffer.detach().requires_grad_(), {})),
+        "a keyword": (lambda _, named: named, lambda buffer: (torch.ones(4, 3), {"by_name": buffer})),
+        "inside an object": (lambda _, obj: obj.x, lambda buffer: (torch.ones(2, 3), {"by_name": Inside(buffer)})),
+    }.values(),
+)
+def test_what_a_stage_passes_on_of_the_caller_stays_where_its_numpy_view_is(
+    choose: Callable[..., Tensor], wrap: Callable[[Tensor], tuple[Tensor, dict[str, object]]]
+):
+    buffer = torch.zeros(4, 3)
+    array, (x, named) = buffer.numpy(), wrap(buffer)
+    with Pipe(nn.Sequential(Passes(choose), nn.Linear(3, 3)), [1, 1], chunks=2, checkpoint="always") as pipe:
+        y = pipe(x, **named)
+        buffer.add_(1.0)  # while the graph of y still keeps the stages' inputs
+        assert array.sum() == 12.0
+        assert y.requires_grad
+
+
+class Inside:
+    """An object whose tensor a pipe does not see."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(3, 3).double()),
     "parametrized spectral_norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3).double()),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from pipeline_models import (
     Computes,
     PopSecond,
@@ -341,6 +342,16 @@ def in_a_view(model: nn.Module, x: Tensor) -> Tensor:
     return x
 
 
+FORWARD = r"test_split.py:\d+ \(forward\)"
+
+
+def unseen(model: nn.Module, x: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunction():
+        y = x * 2
+    return model.c(y)
+
+
+AT_A_CALL = r"\(.*test_split.py:\d+ \(with_\w+\)\)"
 LINE = r"test_split.py:\d+ \(<lambda>\)"
 SEEDS = r"seeds PyTorch's generator between the modules.*glue="
 IN_PLACE = r"test_split.py:\d+ .* in place .*glue="
@@ -348,18 +359,20 @@ BETWEEN: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], str]] = {
     "a branch by values": (lambda m, x: x if x.sum() > 0 else -x, f"{LINE} depends on the values of a tensor"),
     "rows by values": (lambda m, x: x[x > 0].expand(4, 4), f"{LINE} depends on the values of a tensor"),
     "NumPy": (lambda m, x: torch.from_numpy(x.detach().numpy()), f"{LINE} depends on the values of a tensor"),
-    "an attribute": (lambda m, x: setattr(m, "kept", x) or x, "sets its attribute 'kept'"),
+    "an attribute": (lambda m, x: setattr(m, "kept", x) or x, rf"{FORWARD}\) sets its attribute 'kept'"),
     "a list": (lambda m, x: m.seen.append(x) or x, "sets its attribute 'seen'"),
     "another buffer": (lambda m, x: setattr(m, "count", m.count + 1) or x, "sets its attribute 'count'"),
-    "Python's generator": (lambda m, x: x * random.random(), "draws random numbers from Python's"),
+    "Python's generator": (lambda m, x: x * random.random(), rf"{FORWARD}\) draws random numbers from Python's"),
     "a reentrant checkpoint": (
         lambda m, x: recomputation.checkpoint(m.c, x, use_reentrant=True), f"{LINE} calls CheckpointFunction.apply",
     ),
     "a closure": (lambda m, x: m.c(x, lambda y: m.c(y)), f"{LINE} passes a function to"),
     "a trained tensor": (lambda m, x: x * TRAINED, f"{LINE} trains a tensor that is not a parameter"),
-    "vmap": (lambda m, x: torch.vmap(torch.sin)(x), f"{LINE} runs inside a torch.func transform"),
-    "functional_call": (with_other_parameters, r"'c' sets its attribute 'weight'.*glue="),
-    "an attribute of a layer for one call": (with_an_attribute, "'c' sets its attribute 'scale'"),
+    "vmap": (lambda m, x: torch.vmap(torch.sin)(x), f"{LINE} runs inside a torch.func transform.*glue="),
+    "a tensor of no function": (unseen, "test_split.py.* a tensor that comes from no PyTorch function.*glue="),
+    "an operation without a form": (lambda m, x: torch.nested.nested_tensor([x])[0], rf"{LINE} cannot run.*glue="),
+    "functional_call": (with_other_parameters, rf"'c' {AT_A_CALL} sets its attribute 'weight'.*glue="),
+    "an attribute of a layer for one call": (with_an_attribute, rf"'c' {AT_A_CALL} sets its attribute 'scale'"),
     "a seed": (lambda m, x: x * torch.rand(4, generator=torch.manual_seed(1)), f"{LINE} {SEEDS}"),
     "a seed put back": (with_a_seed, SEEDS),
     "a generator's state": (lambda m, x: torch.set_rng_state(STATE) or x, SEEDS),
@@ -404,11 +417,13 @@ def test_names_that_begin_no_stage_are_refused(model: nn.Module, at: list[str], 
 
 
 def test_a_module_called_in_two_parts_is_refused():
-    with pytest.raises(CaptureError, match=r"'a' is called by the parts \[0, 1\]"):
+    with pytest.raises(CaptureError, match=r"'a' is called by the parts \[0, 1\] \(.*test_split.py:\d+"):
         split(Frame(lambda m, x: m.a(m.c(x))), ["c"], example=torch.randn(4, 4))
     model = Frame(lambda m, x: m.two[0](m.c(m.two(x))))
     model.two = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with pytest.raises(CaptureError, match=r"'two.0' is called by the parts \[1\], but 'two', which contains it"):
+    with pytest.raises(
+        CaptureError, match=r"'two.0' is called by the parts \[1\] \(.*\), but 'two', which contains it"
+    ):
         split(model, ["c"], example=torch.randn(4, 4))
     model.between = lambda m, x: m.c(m.two[0](m.two(x)))
     x = torch.randn(4, 4, dtype=torch.float64)
@@ -589,3 +604,58 @@ class Wraps(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(self.between(self.a(x)))
+
+
+class Convolved(nn.Module):
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(2, after)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(self.norm(self.conv(x)))
+
+
+class UNet(nn.Module):
+    """Skips that cross cuts in a list, the last one first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.middle, self.end = nn.Conv2d(1, 4, 3, padding=1), Convolved(8, 8), nn.Conv2d(4, 1, 1)
+        self.down = nn.ModuleList([Convolved(4, 4), Convolved(4, 8)])
+        self.up = nn.ModuleList([Convolved(16, 4), Convolved(8, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, skips = self.start(x), []
+        for layer in self.down:
+            skips.append(layer(x))
+            x = F.avg_pool2d(skips[-1], 2)
+        x = self.middle(x)
+        for layer in self.up:
+            x = layer(torch.cat([F.interpolate(x, scale_factor=2), skips.pop()], 1))
+        return self.end(x)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "checkpoint", "at"),
+    [
+        ("1F1B", "always", ["middle", "up.1"]),
+        ("ZBV", "never", ["down.1", "middle", "up.1"]),
+        ("ZB1P", "always", ["down.1", "up.0"]),
+        ("GPipe", "except_last", ["down.0.conv", "up.0.norm"]),
+    ],
+)
+def test_a_u_net_trains_and_evaluates_as_the_unsplit_one(schedule: str, checkpoint: str, at: list[str]):
+    model = UNet().double()
+    plain = copy.deepcopy(model)
+    x, target = torch.randn(2, 7, 1, 8, 8, dtype=torch.float64)
+    options = {"chunks": 3, "schedule": schedule, "checkpoint": checkpoint}
+    with Pipe(split(model, at, example=x), [1] * (len(at) + 1), **options) as pipe:
+        result = pipe.step(x, target, loss=F.mse_loss)
+        expected = F.mse_loss(plain(x), target)
+        expected.backward()
+        assert close(result.loss, expected)
+        assert_same_gradients(model, plain)
+        pipe.eval()
+        plain.eval()
+        with torch.no_grad():
+            assert close(pipe(x), plain(x))

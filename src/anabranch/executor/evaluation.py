@@ -21,6 +21,7 @@ from anabranch.executor.loaders.loading import BoundLoader, samplers_of
 from anabranch.executor.steps import EvalStep
 from anabranch.graph import Graph, StepProgram
 from anabranch.pipeline import Pipe
+from anabranch.pipeline.pipe import PipeRanks
 from anabranch.tensors import Structure
 
 
@@ -60,12 +61,14 @@ class Evaluator:
             ValueError: ``fetch`` names a submodule of a pipe, which sees microbatches one at a time.
         """
         model = self._step.model
-        if isinstance(model, Pipe) and (layers := [name for name in fetch.names or () if name in model.submodules]):
+        layers = [name for name in fetch.names or () if isinstance(model, Pipe) and name in PipeRanks(model).submodules]
+        if layers:
             raise ValueError(
                 f"fetch names {layers}, layers of a Pipe, which run one microbatch at a time; return the values "
                 "from outputs(model, batch)"
             )
-        modes = [(module, module.training) for module in model.modules()]
+        parts = [PipeRanks(part).modules() if isinstance(part, Pipe) else [part] for part in model.modules()]
+        modes = [(module, module.training) for modules in parts for module in modules]
         with _output_on_all_ranks(model), torch.no_grad():
             model.eval()
             try:

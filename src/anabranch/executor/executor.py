@@ -64,6 +64,7 @@ from anabranch.graph import Graph
 from anabranch.job import job
 from anabranch.liveness.membership import own_place
 from anabranch.pipeline import Pipe
+from anabranch.pipeline.pipe import PipeRanks
 from anabranch.record import spans
 from anabranch.record.process import PLAN_VARIABLE, process_record
 from anabranch.tables import Cache
@@ -804,7 +805,7 @@ class Executor:
         """Count the bytes of each boundary, and the loads of each table."""
         counts = {} if self._workers is None else {"workers": self._workers.bytes_sent}
         tables = {} if self._remote is None else self._remote.loads()
-        if sent := sum(model.bytes_sent for model in self._spec.models.values() if isinstance(model, Pipe)):
+        if sent := sum(PipeRanks(model).bytes_sent for model in self._spec.models.values() if isinstance(model, Pipe)):
             counts["pipeline"] = sent
         return counts | {f"table {name}": loads.bytes for name, loads in tables.items()}, tables
 

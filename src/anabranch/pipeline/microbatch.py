@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from anabranch.pipeline.stage.packet import Packet
+from anabranch.pipeline.stage.packet import Packet, memory_of
 from anabranch.tensors import Structure, flatten, paths, unflatten
 
 if TYPE_CHECKING:
@@ -183,6 +183,11 @@ class Batch:
         raise ValueError(
             f"the tensors of the batch have no rows (dim 0) to split into microbatches: {shapes or 'there are none'}"
         )
+
+    def memory(self) -> set[int]:
+        """Return the memory of the inputs, as of ``memory_of``."""
+        leaves = [leaf for part in self.inputs.values() for leaf in part.leaves]
+        return {memory_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
 
 
 def microbatch_sizes(rows: int, chunks: int) -> list[int]:

@@ -30,6 +30,7 @@ from anabranch.pipeline.microbatch import Batch, microbatch_sizes, scatter
 from anabranch.pipeline.parts.model_part import PartedModel
 from anabranch.pipeline.parts.part_program import SplitCall
 from anabranch.pipeline.parts.split import SplitModel
+from anabranch.pipeline.parts.tracing import opened_by
 from anabranch.pipeline.pipe_call import (
     Args,
     Loss,
@@ -79,7 +80,7 @@ Output: TypeAlias = Literal["last", "all"]
 """The ranks on which a call returns the output: the last stage's, or all."""
 
 
-_SETTINGS = frozenset({"calls", "checkpoint", "chunks", "elsewhere", "output", "process_group", "seed", "submodules"})
+_SETTINGS = frozenset({"calls", "checkpoint", "chunks", "elsewhere", "output", "process_group", "seed"})
 """Attributes of a pipe, whatever the names in its module."""
 
 
@@ -150,7 +151,6 @@ class Pipe(nn.Module):
         seed: of the random stream; the one of the first stage's rank counts.
         process_group: its ranks, ``None`` in one process.
         elsewhere: the names in the unsplit module's state dict that are on other ranks only.
-        submodules: the qualified names of all modules in the unsplit one.
 
     Raises:
         TypeError: ``module`` is not a ``nn.Sequential``.
@@ -205,7 +205,6 @@ class Pipe(nn.Module):
         self._stages = place_stages(split, rank_of, devices, self._here)
         self._source = module.split_source if isinstance(module, SplitModel) else None
         self.process_group = process_group
-        self.submodules = frozenset(name for name, _ in module.named_modules() if name)
         self._adopt(module if process_group is None else part_of(module, [split[j] for j in self._here]))
         roots: list[nn.Module] = [module, module.unsplit if isinstance(module, PartedModel) else module, self.module]
         self._roots = list(dict.fromkeys(roots))
@@ -322,7 +321,7 @@ class Pipe(nn.Module):
         with self._turn("forward"):
             call = self._call(args, inputs)
             if call.differentiable:
-                self._warn_if_alone()
+                self._warn_if_alone(5)  # forward, and two calls inside torch, are between
                 outputs = open_portal(call)
             else:
                 outputs, _ = call.forward()
@@ -378,7 +377,7 @@ class Pipe(nn.Module):
             raise ValueError(f"reduction is 'mean' or 'sum', got {reduction!r}")
         if reduction == "sum" and rows is not None:
             raise ValueError("rows= weighs the means of microbatches, and reduction='sum' adds sums up; leave one out")
-        self._warn_if_alone()
+        self._warn_if_alone(3)
         with self._turn("step"):
             if target is _LEFT_OUT:
                 args, target = (args[:-1], args[-1]) if len(args) > 1 else (args, None)
@@ -392,13 +391,13 @@ class Pipe(nn.Module):
             deliver(call.leaves, grads)
         return StepResult(call.loss(), outputs, call.output)
 
-    def _warn_if_alone(self) -> None:
+    def _warn_if_alone(self, stacklevel: int) -> None:
         """Warn once that other workers have pipes of their own, whose gradients an Executor would share."""
         if self._left_out and _count_workers() > 1:
             warnings.warn(
                 f"this Pipe is in one of {_count_workers()} workers without process_group=, so each worker trains a "
                 "model of its own; pass process_group= for stages in several workers, or train it in an Executor",
-                stacklevel=3,
+                stacklevel=stacklevel,
             )
         self._left_out = False
 
@@ -429,7 +428,7 @@ class Pipe(nn.Module):
         facts = self._engine.agree(lambda: self._facts(batch, args, inputs, records, split))
         self.calls = facts.step + 1
         if split is not None and 0 not in self._here:
-            split.learn(facts.kinds, facts.sizes, self._engine.rank)
+            split.learn(facts.kinds, facts.sizes, dist.get_rank())
         if rows not in (None, sum(facts.sizes)):
             raise ValueError(
                 f"the first stage's batch has {sum(facts.sizes)} rows, this rank's {rows}; the ranks of a pipeline "
@@ -439,7 +438,9 @@ class Pipe(nn.Module):
         taken = self._keywords_taken(facts, batch, len(args) if 0 in self._here else 0) if named else {}
         schedule, recompute = self._planned(len(facts.sizes), self.checkpoint if records else "never")
         splits = self._schedules.splits_backward
-        plan = StagePlan(modes, facts.seed, facts.step, facts.sizes, recompute, splits, LooseLeaves(), records, split)
+        outside = batch.memory() if recompute else ()
+        loose = LooseLeaves()
+        plan = StagePlan(modes, facts.seed, facts.step, facts.sizes, recompute, splits, loose, records, outside, split)
         if records != facts.records:
             raise ValueError("some ranks call the pipe with gradients and some without; call it in one mode on all")
         if self.output != facts.output:
@@ -574,11 +575,6 @@ class Pipe(nn.Module):
         keys: _IncompatibleKeys = super().load_state_dict(mine, strict, assign)
         return keys
 
-    @property
-    def bytes_sent(self) -> int:
-        """The bytes of tensors that this rank has sent to others; 0 in one process."""
-        return self._engine.bytes_sent
-
     def close(self) -> None:
         """End the worker threads. In one process the pipe stays usable: the next call starts new ones."""
         self._engine.close()
@@ -646,6 +642,29 @@ class PipeRanks:
         here = set(self._pipe.parameters())
         named = self._pipe._roots[0].named_parameters()
         return {parameter: name for name, parameter in named if parameter in here}
+
+    def join_executor(self) -> None:
+        """Do not warn that each worker trains alone: the Executor shares the gradients."""
+        self._pipe._left_out = False
+
+    @property
+    def bytes_sent(self) -> int:
+        """The bytes of tensors that this rank has sent to others; 0 in one process."""
+        return self._pipe._engine.bytes_sent
+
+    @property
+    def submodules(self) -> frozenset[str]:
+        """The qualified names of all modules in the unsplit one."""
+        return frozenset(name for name, _ in self._pipe._roots[0].named_modules() if name)
+
+    def modules(self) -> list[nn.Module]:
+        """Return the modules whose modes ``train`` sets; some of a split model are in no stage here."""
+        return [module for root in (self._pipe, *self._pipe._roots) for module in root.modules()]
+
+    def opened(self) -> dict[str, nn.Module]:
+        """Return the modules around the cuts of a split model, by name: its code reads their modes."""
+        source = self._pipe._source
+        return {} if source is None else {path: source.model.get_submodule(path) for path in opened_by(source.at)}
 
     @property
     def is_traced(self) -> bool:

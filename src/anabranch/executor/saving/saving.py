@@ -70,6 +70,7 @@ from anabranch.executor.steps import parameters_of
 from anabranch.parameter_server import RemoteEmbedding
 from anabranch.parameter_server.client.saved_tables import SavedTables, check, whole
 from anabranch.pipeline import Pipe
+from anabranch.pipeline.pipe import PipeRanks
 from anabranch.tables import ParameterState, RowOptimizer, TableSpec, from_torch, to_torch
 from anabranch.tensors.dtypes import as_bytes, dtype_name, dtype_named
 
@@ -434,7 +435,10 @@ class Saver:
         for step, training in self._steps.items():
             for name, parameter in self._parameters(step).items():
                 switches[f"{step}.{name}.requires_grad"] = parameter, "requires_grad"
-            for name, layer in training.model.named_modules() if training.model.training else ():
+            layers = dict(training.model.named_modules() if training.model.training else ())
+            if layers and isinstance(training.model, Pipe):
+                layers |= PipeRanks(training.model).opened()
+            for name, layer in layers.items():
                 switches[f"{step}.{name}.training"] = layer, "training"
         return switches
 

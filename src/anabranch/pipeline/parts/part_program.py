@@ -12,6 +12,7 @@ The programs belong to one call, which has one for each size of its microbatches
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,11 +34,15 @@ if TYPE_CHECKING:
 
 
 class TensorForm(msgspec.Struct, frozen=True):  # not a dataclass, which would be a container in structures
-    """The facts that code between modules may read of a tensor before it has values."""
+    """The facts that code between modules may read of a tensor before it has values; ``stride`` of inputs only.
+
+    The strides of a module's results are those of a run without memory: a kernel may choose others.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    stride: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorForm:
@@ -63,7 +68,12 @@ def signature_of(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Sign
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
             raise TypeError(f"a {leaf.layout} tensor cannot be an input of a split model; make it dense")
-    return Signature(tree, tuple([TensorForm.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]))
+    forms = [_input_form(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return Signature(tree, tuple(forms))
+
+
+def _input_form(tensor: Tensor) -> TensorForm:
+    return TensorForm(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.stride())
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +115,8 @@ class Instruction:
     place: str
 
     def __str__(self) -> str:
-        name = self.target if isinstance(self.target, str) else getattr(self.target, "__qualname__", "function")
-        return f"{_shown(self.out_leaves)} = {name}{self.tree}{_shown(self.leaves)} {self.out_tree} {self.modes}"
+        called = f"{_shown([self.target])}{self.tree}{_shown(self.leaves)}"
+        return f"{_shown(self.out_leaves)} = {called} {self.out_tree} {self.modes}"
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
@@ -119,8 +129,20 @@ def is_plain(value: object) -> bool:
 
 def _shown(leaves: Sequence[object]) -> str:
     """Return a string that is the same in every process."""
-    shown = (Slot, HeldTensor, slice)
-    return str([leaf if is_plain(leaf) or isinstance(leaf, shown) else type(leaf).__name__ for leaf in leaves])
+    return ", ".join(map(_shown_one, leaves))
+
+
+_AS_TEXT = (enum.Enum, range, slice, Slot, HeldTensor, torch.Size, torch.dtype, torch.layout, torch.memory_format)
+
+
+def _shown_one(leaf: object) -> str:
+    if is_plain(leaf):
+        return repr(leaf)
+    if isinstance(leaf, _AS_TEXT):
+        return str(leaf)
+    of = getattr(getattr(leaf, "__self__", None), "__name__", "")  # x.T and x.mT are both called __get__
+    line = getattr(getattr(leaf, "__code__", None), "co_firstlineno", "")  # every lambda has the same name
+    return f"{of} {getattr(leaf, '__qualname__', type(leaf).__name__)} {line}"
 
 
 @dataclass(slots=True)
@@ -282,7 +304,7 @@ class SplitCall:
             for index, (leaf, is_whole) in enumerate(zip(signature.leaves, whole, strict=True)):
                 if isinstance(leaf, TensorForm):
                     shape = leaf.shape if is_whole else (size, *leaf.shape[1:])
-                    leaves[index] = TensorForm(shape, leaf.dtype, leaf.requires_grad and records)
+                    leaves[index] = TensorForm(shape, leaf.dtype, leaf.requires_grad and records, leaf.stride)
             forms[size] = Signature(signature.tree, tuple(leaves))
         pairs = zip(self.add(forms), self._signatures, strict=True)
         return [(program.digest(), unflatten(form.tree, form.leaves)) for program, form in pairs] if tells else []
@@ -305,18 +327,18 @@ class SplitCall:
                 )
 
     def check(self) -> None:
-        """Run the code once more, for one size: whatever it reads, it reads for each.
+        """Run the code once more, for each size of microbatch.
 
         Raises:
             CaptureError: it takes another way now, because a module changed what the code reads.
         """
-        program = next(iter(self._programs.values()))
-        place = program.place_of_difference(self._trace(self._signatures[:1])[0])
-        if place is not None:
-            raise CaptureError(
-                f"while the parts ran, a module changed what the code between the modules reads ({place}), so that "
-                "a microbatch would see another one's; return it from the module"
-            )
+        for program, after in zip(self._programs.values(), self._trace(self._signatures), strict=True):
+            if (place := program.place_of_difference(after)) is not None:
+                raise CaptureError(
+                    f"while the parts ran, a module changed what the code between the modules reads ({place}), so that "
+                    "a microbatch would see another one's; return it from the module, or give the code of the parts as "
+                    "glue=, with the module in the part that reads it"
+                )
 
     def join(self, values: Sequence[Structure], sizes: Sequence[int]) -> Structure:
         """Return the model's output from the values of the last part for microbatches of ``sizes`` rows."""

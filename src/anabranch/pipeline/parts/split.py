@@ -166,7 +166,8 @@ class SplitSource:
 
     def _assign(self, example: _Inputs | None) -> None:
         uses: Uses = {}
-        for name, parts in (pair for its in self._in_both_modes(example) for pair in its.items()):
+        programs = list(self._in_both_modes(example))
+        for name, parts in (pair for program in programs for pair in program.uses().items()):
             uses[name] = list(dict.fromkeys([*uses.get(name, []), *parts]))
         modules = {path: parts for path, parts in uses.items() if isinstance(path, str)}
         for path, parts in modules.items():
@@ -176,13 +177,14 @@ class SplitSource:
             if has_state(self.model.get_submodule(path)):
                 if around is not None:
                     raise CaptureError(
-                        f"{path!r} is called by the parts {parts}, but {around!r}, which contains it, by the parts "
-                        f"{modules[around]}; move the cut so that both are called in one part"
+                        f"{path!r} is called by the parts {parts} ({_places(programs, path)}), but {around!r}, which "
+                        f"contains it, by the parts {modules[around]}; move the cut so that both are called in one part"
                     )
                 if len(parts) > 1:
                     raise CaptureError(
-                        f"{path!r} is called by the parts {parts}, but its parameters and buffers can be in only one; "
-                        "call it in one part, or make two modules that share their parameters"
+                        f"{path!r} is called by the parts {parts} ({_places(programs, path)}), but its parameters and "
+                        "buffers can be in only one; call it in one part, or make two modules that share "
+                        "their parameters"
                     )
             self.units[parts[0]].append(path)
         for tensor, parts in uses.items():
@@ -194,7 +196,7 @@ class SplitSource:
     def _owns(self, part: int, path: str) -> bool:
         return any(is_within(path, unit) for unit in self.units[part])
 
-    def _in_both_modes(self, example: _Inputs | None) -> Iterator[Uses]:
+    def _in_both_modes(self, example: _Inputs | None) -> Iterator[PartProgram]:
         if example is None:
             return
         flags = [(module, module.training) for module in self.model.modules()]
@@ -202,7 +204,7 @@ class SplitSource:
             for mode in (True, False):
                 for module, _ in flags:
                     module.training = mode
-                yield self._trace([signature_of(*example)])[0].uses()
+                yield self._trace([signature_of(*example)])[0]
         finally:
             for module, flag in flags:
                 module.training = flag
@@ -295,6 +297,12 @@ class SplitPart(ModelPart):
             if holder is not None and tensor.name in holder.__dict__[kind]:
                 return holder.__dict__[kind][tensor.name]
         return getattr(self.source.model.get_submodule(tensor.module), tensor.name)
+
+
+def _places(programs: Iterable[PartProgram], path: str) -> str:
+    """Return the lines of the model's code that call the module."""
+    code = [one for program in programs for part in program.parts for one in part]
+    return ", ".join(dict.fromkeys(one.place for one in code if one.target == path))
 
 
 def _example_of(model: nn.Module, example: Example | None) -> _Inputs | None:

@@ -23,6 +23,7 @@ import copy
 import enum
 import functools
 import gc
+import inspect
 import operator
 import random
 import sys
@@ -41,6 +42,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
     unset_fake_temporarily,
 )
 from torch.overrides import TorchFunctionMode
@@ -175,7 +177,12 @@ class _Recorder(TorchFunctionMode):
 
     def run(self, signatures: Sequence[Signature]) -> list[PartProgram]:
         """Return the programs: of one copy of the model, which a run that is not refused leaves as it is."""
-        with torch.inference_mode(False), _none_drawn_elsewhere(), self._modes.entered(), using_store(SkipStore()):
+        with (
+            torch.inference_mode(False),
+            _none_drawn_elsewhere(self._model),
+            self._modes.entered(),
+            using_store(SkipStore()),
+        ):
             self._modes = ThreadModes.take()
             self._copy = _Copy(self._model, self._opened, self._device, self.fake, self._listen)
             return list(map(self._run, signatures))
@@ -193,7 +200,7 @@ class _Recorder(TorchFunctionMode):
         self._slots: dict[int, Slot] = {}
         self._loose: dict[int, tuple[Tensor, int]] = {}
         self._parts: list[list[Instruction]] = [[] for _ in range(len(self._at) + 1)]
-        leaves = [self._without_memory(leaf) if isinstance(leaf, TensorForm) else leaf for leaf in signature.leaves]
+        leaves = [self._without_memory(x, x.stride) if isinstance(x, TensorForm) else x for x in signature.leaves]
         args, kwargs = unflatten(signature.tree, leaves)
         inputs = tuple(self._put(leaf, "the model's input") for leaf in leaves if isinstance(leaf, Tensor))
         with self.fake, self:
@@ -211,8 +218,11 @@ class _Recorder(TorchFunctionMode):
             return self._copy.module("")(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise CaptureError(f"{_line_of(error)} {_READS_VALUES}") from error
-        except UnsupportedFakeTensorException as error:
-            raise CaptureError(f"{_line_of(error)} cannot run on tensors without memory: {error}") from error
+        except (UnsupportedFakeTensorException, UnsupportedOperatorException) as error:
+            raise CaptureError(
+                f"{_line_of(error)} cannot run on tensors without memory: {error}; register a form of the operation "
+                "for them (torch.library.register_fake), or give the code of the parts as glue="
+            ) from error
 
     def _without_memory(self, form: TensorForm, stride: Sequence[int] | None = None) -> Tensor:
         tensor = _fake_tensor(form, stride, self._device, self.fake, trained=False)
@@ -278,7 +288,7 @@ class _Recorder(TorchFunctionMode):
                 tensors = [tensor for child in modules for tensor in _tensors_in(child)]
                 state = ((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors)
                 self._states[path] = (*state, *(child.training for child in modules))
-            inputs = [TensorForm.of(x) if isinstance(x, Tensor) else (type(x), repr(x)) for x in leaves]
+            inputs = [(TensorForm.of(x), x.stride()) if isinstance(x, Tensor) else (type(x), repr(x)) for x in leaves]
         key = (path, tree, modes, *inputs, self._states[path])
         form = self._forms.get(key)
         if form is None:
@@ -398,11 +408,14 @@ class _Recorder(TorchFunctionMode):
         if isinstance(tensor, FakeTensor):
             raise CaptureError(
                 f"{_place()} passes {what} a tensor that comes from no PyTorch function and no module's result; make "
-                "it with torch.tensor or similar, return it from the module, or move the cut so that this code is "
-                "inside a module"
+                "it with torch.tensor or similar, return it from the module, move the cut so that this code is inside "
+                "a module, or give the code of the parts as glue="
             )
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            raise CaptureError(f"{_place()} runs inside a torch.func transform; put that into its own module")
+            raise CaptureError(
+                f"{_place()} runs inside a torch.func transform; put that into its own module, or give the code of the "
+                "parts as glue="
+            )
         if tensor.requires_grad:
             raise CaptureError(
                 f"{_place()} trains a tensor that is not a parameter of the model; register it as one, or return it "
@@ -600,9 +613,12 @@ class _Copy:
             for key in {**before, **now}:
                 if not _unchanged(before.get(key, before), now.get(key, now)):
                     where, what = owner or type(self.module("")).__name__, key if name in _OF_MODULES else name
+                    opened = self.originals[owner if owner in self._opened else ""]
+                    line = _place() if within else _forward_of(opened)
                     raise CaptureError(
-                        f"the code around {where!r} sets its attribute {what!r}, which its parts could not share; keep "
-                        "it in a submodule, change a buffer in place, return it, or give the code of the parts as glue="
+                        f"the code around {where!r} ({line}) sets its attribute {what!r}, which its parts could not "
+                        "share; keep it in a submodule, change a buffer in place, return it, or give the code of the "
+                        "parts as glue="
                     )
 
 
@@ -713,7 +729,7 @@ def opened_by(at: Sequence[str]) -> set[str]:
 
 
 @contextmanager
-def _none_drawn_elsewhere() -> Iterator[None]:
+def _none_drawn_elsewhere(model: nn.Module) -> Iterator[None]:
     """Refuse code that draws from Python's or NumPy's generator or seeds PyTorch's, which is put back."""
     before, state = _generators(), torch.get_rng_state()
     try:
@@ -723,11 +739,11 @@ def _none_drawn_elsewhere() -> Iterator[None]:
         if seeded:
             torch.set_rng_state(state)
     if seeded:
-        raise _seeded("the model's forward")
+        raise _seeded(_forward_of(model))
     if _generators() != before:
         raise CaptureError(
-            "the model draws random numbers from Python's or NumPy's generator between its modules, which its parts "
-            "could not repeat; draw with torch.rand"
+            f"the model ({_forward_of(model)}) draws random numbers from Python's or NumPy's generator between its "
+            "modules, which its parts could not repeat; draw with torch.rand"
         )
 
 
@@ -772,6 +788,12 @@ def _place() -> str:
             "its own, which stays whole, or give the code of the parts as glue="
         )
     return place or "the model's forward"
+
+
+def _forward_of(module: nn.Module) -> str:
+    """Return the place of a module's own code."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return "the model's forward" if code is None else f"{code.co_filename}:{code.co_firstlineno} ({code.co_name})"
 
 
 def _line_of(error: BaseException) -> str:

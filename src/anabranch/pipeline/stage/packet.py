@@ -24,7 +24,7 @@ every microbatch gets whole: a layer would change it for the microbatches after 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, TypeAlias, cast
@@ -73,13 +73,20 @@ class Packet:
         """Return the original value, without its graph."""
         return unflatten(self.treedef, self.leaves)
 
-    def kept(self, *, from_caller: bool) -> Packet:
-        """Return the same values, out of reach of changes in place; what no stage may change stays as it is."""
+    def kept(self, outside: Container[int]) -> Packet:
+        """Return the same values, out of reach of changes in place; what no stage may change stays as it is.
+
+        Only results of stages are cloned lazily, which moves them to other memory at the next write: what they pass on
+        of the caller's (``outside``), or of an object or a global variable, may have a NumPy view that would not
+        follow.
+        """
         leaves = list(self.leaves)
         for index, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and not (from_caller and index in self.doubled):
-                lazy = None if from_caller else lazy_clone(leaf)
-                leaves[index] = leaf.clone() if lazy is None else lazy
+            if isinstance(leaf, Tensor):
+                from_caller = memory_of(leaf) in outside
+                if not (from_caller and index in self.doubled):
+                    lazy = lazy_clone(leaf) if self.needs_grad[index] and not from_caller else None
+                    leaves[index] = leaf.clone() if lazy is None else lazy
         return Packet(self.treedef, leaves, self.needs_grad, self.doubled)
 
 

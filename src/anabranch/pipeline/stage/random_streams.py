@@ -111,8 +111,8 @@ class drawing_from(TorchFunctionMode):  # noqa: N801 - a context
     else. Other threads' calls reach the process's functions as before.
 
     Attributes:
-        hooked: the sequence numbers of the graph's nodes on which hooks were set meanwhile, for ``SplitBackward``:
-            another mode to see them would cost every operation a second lookup.
+        hooked: the sequence numbers of the graph's nodes that were made meanwhile and have hooks, also on what they
+            save, for ``SplitBackward``: another mode to see them would cost every operation a second lookup.
     """
 
     def __init__(self, seed: int, step: int, stage: int, microbatch: int) -> None:
@@ -150,16 +150,21 @@ class drawing_from(TorchFunctionMode):  # noqa: N801 - a context
                     setattr(module, name, function)
 
     def __torch_function__(self, func: _Function, types_: object, args: _Args = (), kwargs: _Named = None) -> object:
-        if type(func) is types.FunctionType:
+        if type(func) not in _IN_C:
             func = _original(func)
-        if func in _DRAWING:
-            with _GiveGenerator(self):
-                return func(*args, **(kwargs or {}))
         if func is Tensor.register_hook:
             node = args[0].grad_fn  # type: ignore[attr-defined]
             if node is not None:
                 self.hooked.add(node._sequence_nr())
-        return func(*args, **(kwargs or {}))
+        first = _next_sequence_nr()
+        if func in _DRAWING:
+            with _GiveGenerator(self):
+                result = func(*args, **(kwargs or {}))
+        else:
+            result = func(*args, **(kwargs or {}))
+        if _saved_tensors_hooks(True) is not None:
+            self.hooked.update(range(first, _next_sequence_nr()))
+        return result
 
 
 def _original(func: Callable[..., object]) -> Callable[..., object]:
@@ -170,12 +175,15 @@ def _original(func: Callable[..., object]) -> Callable[..., object]:
     """
     frame = sys._getframe(2)
     if frame.f_code is _HANDLE and frame.f_back is not None:
-        code = frame.f_back.f_code
-        if code is not func.__code__ and not func.__code__.co_filename.startswith(_TORCH):
+        code, its = frame.f_back.f_code, getattr(func, "__code__", None)  # an object that is called has none
+        if its is None or (code is not its and not its.co_filename.startswith(_TORCH)):
             return _PYTHON.get(code) or types.FunctionType(code, frame.f_back.f_globals)
     return func
 
 
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_next_sequence_nr = torch._C._autograd._get_sequence_nr
+_IN_C = frozenset({types.BuiltinFunctionType, types.MethodDescriptorType, types.MethodWrapperType})
 _TORCH = str(Path(torch.__file__).parent)
 _HANDLE = handle_torch_function.__code__
 _PYTHON = {one.__code__: one for one in (*vars(F).values(), *vars(nn.init).values()) if type(one) is types.FunctionType}

@@ -18,7 +18,7 @@ behind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
@@ -166,6 +166,7 @@ class StagePlan:
         split_backward: the schedule has actions of their own for weights.
         loose: what its stages read past their placeholders.
         records: a backward may follow.
+        outside: the caller's memory, as of ``memory_of``, if a stage runs forward again.
         split: the programs of a split model.
         context: the caller's context variables, for a second forward, which may begin after they have changed.
     """
@@ -178,6 +179,7 @@ class StagePlan:
     split_backward: bool
     loose: LooseLeaves
     records: bool
+    outside: Container[int] = ()
     split: SplitCall | None = None
     context: Context = field(default_factory=copy_context)
 
@@ -241,7 +243,7 @@ class StageRun:
             here.state, here.experts = self._state.take(), FirstForward()
             if self.head is not None:  # a copy, because a loss may change its target in place
                 here.target = map_structure(_copied, self.head.targets[i])
-            here.inputs = _kept(inputs)
+            here.inputs = _kept(inputs, self.plan.outside)
         common = self.stage.common
         versions = [(n, t, t._version) for n, t in common.items() if type(t) in _VERSIONED] if common else []
         outputs = self._run(i, inputs, here)
@@ -275,7 +277,7 @@ class StageRun:
                 f"the input of stage {self.stage.index} was changed in place after its forward, which other "
                 "microbatches still read; leave the batch as it is until backward is done"
             )
-        inputs = _kept(here.inputs)  # another backward, with retain_graph, starts from them
+        inputs = _kept(here.inputs, self.plan.outside)  # another backward, with retain_graph, starts from them
         first = here.fingerprints
         assert self._state is not None
         with self._state.restored(here.state):
@@ -506,10 +508,8 @@ def _name_of(route: Route) -> str:
     return f"the input {route!r}" if isinstance(route, str) else f"the skip {route[1]!r}"
 
 
-def _kept(inputs: Messages) -> Messages:
-    return {
-        source: [packet.kept(from_caller=source == OUTSIDE) for packet in packets] for source, packets in inputs.items()
-    }
+def _kept(inputs: Messages, outside: Container[int]) -> Messages:
+    return {source: [packet.kept(outside) for packet in packets] for source, packets in inputs.items()}
 
 
 def _tensors(messages: Messages) -> list[Tensor]:

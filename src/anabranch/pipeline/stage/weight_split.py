@@ -12,7 +12,7 @@ The engine skips the gradients of edges that lead to no requested leaf, so B and
 backward. A weight that several nodes reach (a module called twice) is left to B: the path to it from one node could
 pass another, and count it twice. The same holds for a weight that joins at a ``torch.autograd.Function``, which would
 do all its work twice, including side effects (an expert's update), if called for B and again for W; or at a node with a
-hook, which would change a gradient twice.
+hook, which would change a gradient twice, or compute what ``torch.utils.checkpoint`` did not save twice.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023.
 """
