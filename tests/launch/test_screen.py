@@ -228,4 +228,6 @@ def test_the_log_of_a_lost_rank_0_in_which_its_replacement_writes_is_shown_no_mo
         screen.follow(logs[1])
         write(logs[1], "rank 0 again\n")
         wait_until(lambda: shown().endswith("again\n"))
+        files = [os.readlink(path) for path in Path("/proc/self/fd").glob("*") if path.exists()]
+        assert [files.count(str(log)) for log in logs] == [0, 1]
     assert shown() == "as rank 0\nthe next\nrank 0 again\n"

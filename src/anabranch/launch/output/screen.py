@@ -155,9 +155,12 @@ class Screen:
             if ending:
                 return
             for stream in self._streams:
-                if stream.ended:
+                if stream.ended and stream.source >= 0:
                     with suppress(KeyError):
                         poller.unregister(stream.source)
+                    if stream.is_log:  # of a former rank 0
+                        os.close(stream.source)
+                        stream.source = -1
             grows = any(stream.grows for stream in self._streams)
             for descriptor, _ in poller.poll(_LOG_SECONDS * 1000 if grows else None):
                 if descriptor == self._wakes:
@@ -238,7 +241,7 @@ class Screen:
         if self._terminal:
             with suppress(OSError):
                 os.write(1, (b"\n" if self._mid_line else b"") + _SHOW_CURSOR)
-        for descriptor in (self._wake, self._wakes, *(stream.source for stream in self._streams)):
+        for descriptor in (self._wake, self._wakes, *(one.source for one in self._streams if one.source >= 0)):
             os.close(descriptor)
         self._log.close()
 
