@@ -156,13 +156,14 @@ class drawing_from(TorchFunctionMode):  # noqa: N801 - a context
             node = args[0].grad_fn  # type: ignore[attr-defined]
             if node is not None:
                 self.hooked.add(node._sequence_nr())
-        first = _next_sequence_nr()
+        compiling = torch.compiler.is_dynamo_compiling()  # one node for all; Dynamo cannot ask for its number
+        first = 0 if compiling else _next_sequence_nr()
         if func in _DRAWING:
             with _GiveGenerator(self):
                 result = func(*args, **(kwargs or {}))
         else:
             result = func(*args, **(kwargs or {}))
-        if _saved_tensors_hooks(True) is not None:
+        if not compiling and _saved_tensors_hooks(True) is not None:
             self.hooked.update(range(first, _next_sequence_nr()))
         return result
 
