@@ -37,9 +37,7 @@ SAID_AFTER = 5.0
 BACKEND_GRACE = 60.0
 """Seconds by which a wait of gloo's or NCCL's, which ends without a name, is longer than ours."""
 _PAUSE = 0.01
-# For which nobody is lost any more: one that was frozen is awake, and not about to be killed, and the launcher, which
-# looks every second, has seen that none of them has closed.
-_AWAKE_SECONDS = 3.0
+_AWAKE_SECONDS = 1.0  # for which nobody is lost any more: one that was frozen is awake, and not about to be killed
 _MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # How often this process has met the others under its membership; the same on all of them, as they run the same program.
@@ -159,7 +157,7 @@ def meet_members(
         """Settle for all whether this meeting has taken place, or one of them is at the next already."""
         return store is None or store.compare_set("outcome", "", outcome).decode() == outcome
 
-    with Lasting("wait", "wait", facts), place.saying("meets"):
+    with Lasting("wait", "wait", facts):
         while True:
             newest = published(place.meeting)
             if newest.over or not newest.ranks or (after >= 0 and place.process not in newest.ranks):

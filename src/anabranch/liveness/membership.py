@@ -17,8 +17,8 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -38,10 +38,9 @@ MEMBER_VARIABLE = "ANABRANCH_MEMBER"
 APART = -1
 """In place of the members' epoch, where they run apart (``ssp``, ``asp``) or have their own batches: nobody joins."""
 
-Word = Literal["waits", "leaves", "closes", "meets", "ends"]
+Word = Literal["waits", "leaves", "closes", "ends"]
 """A worker to the launcher: it waits to be invited; it ends as its calls were not those of the others; what it does
-from now on is done by no other, as it has closed its Executor; it waits for the others of a membership; the job ends
-with any worker, as it trains."""
+from now on is done by no other, as it has closed its Executor; the job ends with any worker, as it trains."""
 
 _PROGRESS, _NUMBER = struct.Struct("=qqd"), struct.Struct("=q")  # optimizer steps, epochs, and seconds of a heartbeat
 _PAUSE = 0.01
@@ -134,15 +133,6 @@ class OwnPlace:
     def say(self, what: Word) -> None:
         """Let the launcher know this."""
         self._word(what).touch()
-
-    @contextmanager
-    def saying(self, what: Word) -> Iterator[None]:
-        """Let the launcher know this for as long as the block lasts."""
-        self.say(what)
-        try:
-            yield
-        finally:
-            self._word(what).unlink(missing_ok=True)
 
     def wait_until_invited(self, deadline: Deadline) -> None:
         """Return when this newcomer is a member, or the others have ended; they wait for it then."""
