@@ -439,43 +439,6 @@ def test_an_exit_code_ends_the_job_and_a_kill_does_not(
     )
 
 
-LAST = """
-    import os, signal, sys, time
-    from pathlib import Path
-    from anabranch.liveness.membership import own_place, published
-    place, there = own_place(), Path(sys.argv[1]) / "there"
-
-    def wait_until(holds):
-        while not holds():
-            time.sleep(0.005)
-
-    place.write_progress(5, 0)  # that was the last step
-    if os.environ["RANK"] == "1":
-        wait_until(there.exists)
-        wait_until(lambda: sys.argv[2] == "closed" or published(place.meeting).closed)
-        os.kill(os.getpid(), signal.SIGKILL)
-    place.say("closes")
-    there.touch()
-    wait_until(lambda: sys.argv[2] == "ended" or published(place.meeting).number)
-"""
-
-
-@pytest.mark.parametrize("restarts", [0, 3])
-@pytest.mark.parametrize("other", ["closed", "ended"])
-def test_a_worker_lost_behind_the_last_step_is_not_missed(
-    script: Script, tmp_path: Path, other: str, restarts: int
-) -> None:
-    told, budget = list[str](), RestartBudget(restarts)
-    outcome = launch(
-        script(LAST), [str(tmp_path), other], workers=2, worker_restarts=budget, log_dir=tmp_path, tell=told.append
-    )
-    assert [one.code for one in outcome.exits] == [0, -signal.SIGKILL]
-    assert outcome.exit_code == 0, told
-    assert [line.rpartition("; ")[2] for line in told] == [
-        "the job goes on with 1 worker" if other == "closed" else "the others have ended"
-    ]
-
-
 def test_the_screen_shows_the_log_of_whoever_is_rank_0(
     script: Script, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -83,8 +83,8 @@ class Members:
 
     def may_leave(self, process: RoleProcess) -> bool:
         """Return True if the job goes on without a worker that has failed, or with another in its place."""
-        done, over = self._progress(), self._has_closed()
-        if done is None or not (over or self._members()) or self._says(process, "closes"):
+        done = self._progress()
+        if done is None or not self._members() or self._says(process, "closes"):
             return False
         if process.code in _CRASHES:
             if done[0] in self._crashed:
@@ -93,8 +93,6 @@ class Members:
             self._crashed.add(done[0])
         elif process.code != -signal.SIGKILL:
             return False
-        if over:
-            return True
         ended = [one for one in self._workers if not one.running and one.code == 0]
         there = len(self._members()) + len(self.newcomers()) + len(self._awaited) + len(ended)
         restarts = process.spec.restarts
@@ -108,10 +106,9 @@ class Members:
         self._last = process if process.forgiven else self._last
         ended = process.code == 0
         closed = ended and not self._says(process, "leaves")
-        self._now = now = self._now.without(process.rank, ended=ended or self._has_closed(), closed=closed)
+        self._now = now = self._now.without(process.rank, ended=ended, closed=closed)
         self._publish()
-        if (count := len(now.ranks)) == 0:
-            return "the others have ended"
+        count = len(now.ranks)
         text = "the job goes on with" if count >= now.least else "the job waits, with"
         text = f"{text} {count} worker{'s' * (count != 1)}"
         first = [self._workers[one].log.name for one, rank in now.ranks.items() if rank == 0 and one != 0]
@@ -133,11 +130,7 @@ class Members:
 
     def _takes_nobody(self) -> bool:
         done = self._progress()
-        return self._has_closed() or (done is not None and done[1] == APART)
-
-    def _has_closed(self) -> bool:
-        """Return True once a member is behind its last step: those that are lost from then on are not missed."""
-        return bool(self._now.closed) or any(self._says(one, "closes") for one in self._members())
+        return bool(self._now.closed) or (done is not None and done[1] == APART)
 
     def newcomer(self, spec: ProcessSpec) -> ProcessSpec | None:
         """Return how to start one that joins the others; ``None`` if nobody is left to take the state from."""
