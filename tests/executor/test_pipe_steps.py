@@ -584,6 +584,15 @@ def test_a_pipe_inside_the_model_of_a_step_is_not_alone(monkeypatch: pytest.Monk
         executor.run(batch=torch.ones(3, 2))
 
 
+def test_a_pipe_that_an_executor_only_evaluates_is_alone_where_a_loop_trains_it(monkeypatch: pytest.MonkeyPatch):
+    pipe, x = ab.Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1]), torch.ones(3, 2)
+    with pipe, ab.Executor({"look": ab.EvalStep(pipe, lambda model, x: {"y": model(x)})}) as executor:
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        executor.run("look", batch=x)
+        with pytest.warns(UserWarning, match="each worker trains a model of its own"):
+            pipe.step(x, x, loss=F.mse_loss)
+
+
 class Dropping(nn.Module):
     """The code around its cut, inside ``inner``, drops in train mode."""
 

@@ -257,11 +257,13 @@ def test_a_peer_cannot_name_a_class_that_is_not_a_container(node: object) -> Non
     assert type(Schema.unpack(pack([{"$tuple": []}, {}, plain, 1])).outputs) is dict
 
 
-@pytest.mark.parametrize("outputs", [{"\x1b[2J": SPEC}, {"a": [{"\x9b2J": []}]}])
-def test_a_key_that_would_move_the_cursor_is_refused(outputs: Any) -> None:
+@pytest.mark.parametrize("outputs", [{"\x1b[2J": None}, {"a": [{"\x9b2J": []}]}, {"two\N{NO-BREAK SPACE}words": None}])
+def test_a_key_that_messages_cannot_show_is_refused_where_it_is_served_and_of_a_peer(outputs: Any) -> None:
     """Errors show the keys of a schema, and a peer chooses them."""
-    with pytest.raises(ProtocolError, match="a key of a mapping holds control characters"):
-        Schema.unpack(Schema((), {}, outputs).packed)
+    with pytest.raises(SchemaError, match=r"a key of a mapping holds characters that are not printable: .*\\x"):
+        Schema((), {}, outputs)
+    with pytest.raises(ProtocolError, match="a key of a mapping holds characters that are not printable"):
+        Schema.unpack(pack([{"$tuple": []}, {}, outputs, 1]))
 
 
 def test_a_schema_nested_without_end_is_refused() -> None:

@@ -165,12 +165,29 @@ def reads_behind(model: nn.Module, x: Tensor) -> Tensor:
 
 ONES = torch.ones(2, 3).unbind()
 Mode = enum.Enum("Mode", ["A", "B"])
+
+
+class Alike(enum.Enum):
+    A, B = 1, 2
+
+    def __str__(self) -> str:
+        return "Alike"
+
+
+def times(n: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: x * n
+
+
 CONSTANTS: dict[str, tuple[object, object]] = {
     "an enum": (Mode.A, Mode.B),
     "a dtype": (torch.float32, torch.float64),
     "a range": (range(2), range(3)),
     "a function": (torch.relu, torch.tanh),
+    "an enum that prints all alike": (Alike.A, Alike.B),
     "a class": (nn.ReLU, nn.Tanh),
+    "a module": (enum, functools),
+    "what a function closes over": tuple(map(times, (1, 2))),
+    "a default": tuple(lambda x, n=n: x * n for n in (1, 2)),
     "a lambda": (
         lambda x: x,
         lambda x: x * 2,

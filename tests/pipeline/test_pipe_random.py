@@ -213,3 +213,17 @@ def test_a_users_wrapper_of_a_function_is_applied_once(
         assert close(y, model(x))
     else:
         assert set((y / model[0](x)).round().flatten().tolist()) <= {0.0, 4.0}
+
+
+class Gated(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y[:, :3] * torch.ops.aten.sigmoid(y[:, 3:])
+
+
+def test_a_layer_is_compiled_in_one_graph_inside_a_stage():
+    model, x = nn.Sequential(Gated(3, 6), nn.Linear(3, 3)), torch.randn(4, 3)
+    expected = model(x)
+    model[0] = torch.compile(model[0], backend="eager", fullgraph=True)
+    with Pipe(model, [1, 1], chunks=2) as pipe:
+        assert torch.allclose(pipe(x), expected)

@@ -194,7 +194,7 @@ class Schema:
         hash: sixteen bytes that two equal schemas share.
 
     Raises:
-        SchemaError: a leaf is neither a spec nor ``None``, or a container cannot be sent.
+        SchemaError: a leaf is neither a spec nor ``None``, a container cannot be sent, or a message cannot show a key.
     """
 
     def __init__(
@@ -207,6 +207,8 @@ class Schema:
         packed: bytes | None = None,
     ) -> None:
         inputs = arguments, dict(keywords)
+        if not (shown := outline((*inputs, outputs))).isprintable():  # messages show the keys
+            raise SchemaError(f"a key of a mapping holds characters that are not printable: {shown!a}")
         self.arguments, self.keywords, self.outputs = arguments, keywords, outputs
         self.inputs, self.output_specs = specs_of(inputs), specs_of(outputs)
         self.input_nesting, self.output_nesting = Nesting.of(inputs), Nesting.of(outputs)
@@ -239,8 +241,6 @@ class Schema:
             arguments, keywords, outputs, batch_rows = decode(unpack(payload, object), _OWN)
             if not isinstance(arguments, tuple) or not isinstance(keywords, dict) or not isinstance(batch_rows, int):
                 raise ValueError("a schema's arguments are a tuple, its keywords a dict, its batch_rows a number")
-            if not outline((arguments, keywords, outputs)).isprintable():  # messages show the keys
-                raise ValueError("a key of a mapping holds control characters")
             return cls(arguments, keywords, outputs, batch_rows, packed=payload)
         except (ValueError, TypeError, RecursionError) as error:
             raise ProtocolError(f"bytes that are no schema: {error}") from None

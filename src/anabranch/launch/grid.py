@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import atexit
+import time
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -22,11 +23,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # defined in C++
 
+from anabranch.deadline import Deadline
+from anabranch.errors import PeerLost
 from anabranch.job import Grid, Job
+from anabranch.liveness.group import rank_names, too_late
 from anabranch.liveness.meeting import BACKEND_GRACE, interruptible, meet_peers
-from anabranch.liveness.peers import job_store
+from anabranch.liveness.peers import job_store, peers_of_job
 
-_SECONDS = 600.0
+_SECONDS, _HEARTBEAT, _PAUSE = 600.0, 1.0, 0.01
 _TIMEOUT = timedelta(seconds=_SECONDS + BACKEND_GRACE)  # the waits of the groups' users end earlier, with a rank's name
 _numbers = count()  # of grids, the same on all ranks
 
@@ -41,6 +45,7 @@ def make_grid(job: Job, data: int, pipeline: int) -> Grid:
     if job.role != "worker":
         raise ValueError(f"only workers have a place in the grid; this process has the role {job.role!r}")
     _meet(job)
+    peers_of_job()  # which the others find while they wait
     rows = [list(range(start, start + pipeline)) for start in range(0, job.world_size, pipeline)]
     columns = [list(range(stage, job.world_size, pipeline)) for stage in range(pipeline)]
     grid = Grid(
@@ -83,5 +88,17 @@ def _wait_for_all(job: Job) -> None:
     store, number = job_store(), next(_numbers)
     names = [f"anabranch/grid {number} of {rank}" for rank in range(job.world_size)]
     store.set(names[job.rank], "made")
+    peers, deadline = peers_of_job(), Deadline.after(_SECONDS)
+
+    def wait() -> None:
+        while not store.check(names):
+            absent = [rank for rank, name in enumerate(names) if not store.check([name])]
+            peers.look_up(absent, _HEARTBEAT)
+            if lost := peers.lost(absent, _HEARTBEAT):
+                raise PeerLost(next(iter(lost.values())), peer=rank_names([*lost]), operation="make a grid")
+            if absent and deadline.expired():
+                raise too_late(absent, "make a grid", deadline, None)
+            time.sleep(_PAUSE)
+
     with suppress(dist.DistNetworkError):  # rank 0 has seen all, and gone with its store
-        interruptible(partial(store.wait, names, _TIMEOUT))
+        interruptible(wait)

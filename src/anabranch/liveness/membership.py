@@ -43,6 +43,7 @@ Word = Literal["waits", "leaves", "closes", "ends"]
 from now on is done by no other, as it has closed its Executor; the job ends with any worker, as it trains."""
 
 _PROGRESS, _NUMBER = struct.Struct("=qqd"), struct.Struct("=q")  # optimizer steps, epochs, and seconds of a heartbeat
+_SECONDS = struct.Struct("=d")  # written alone: another worker may write the epoch at the same time
 _PAUSE = 0.01
 
 
@@ -154,7 +155,7 @@ class OwnPlace:
             os.ftruncate(file, _PROGRESS.size)
             self._progress = mmap.mmap(file, _PROGRESS.size)
             os.close(file)
-            _PROGRESS.pack_into(self._progress, 0, step, _PROGRESS.unpack_from(self._progress)[1], self.heartbeat)
+            _SECONDS.pack_into(self._progress, 2 * _NUMBER.size, self.heartbeat)
         _NUMBER.pack_into(self._progress, 0, step)
         if epoch is not None:
             _NUMBER.pack_into(self._progress, _NUMBER.size, epoch)

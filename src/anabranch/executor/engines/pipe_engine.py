@@ -150,7 +150,8 @@ def check_pipes(steps: Mapping[str, Step], group: dist.ProcessGroup | None, comm
     Raises:
         ValueError: steps that cannot run on the same ranks, or a data-parallel ``group`` with other stages in it.
     """
-    for module in (module for step in steps.values() for module in step.model.modules()):
+    trained = [step.model for step in steps.values() if isinstance(step, TrainStep)]
+    for module in (module for model in trained for module in model.modules()):
         if isinstance(module, Pipe):
             PipeRanks(module).join_executor()
     across = [step.model for step in steps.values() if isinstance(step.model, Pipe) and step.model.process_group]

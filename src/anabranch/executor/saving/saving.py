@@ -436,8 +436,8 @@ class Saver:
             for name, parameter in self._parameters(step).items():
                 switches[f"{step}.{name}.requires_grad"] = parameter, "requires_grad"
             layers = dict(training.model.named_modules() if training.model.training else ())
-            if layers and isinstance(training.model, Pipe):
-                layers |= PipeRanks(training.model).opened()
+            for prefix, pipe in [pair for pair in layers.items() if isinstance(pair[1], Pipe)]:
+                layers |= {f"{prefix}.{name}".strip("."): one for name, one in PipeRanks(pipe).opened().items()}
             for name, layer in layers.items():
                 switches[f"{step}.{name}.training"] = layer, "training"
         return switches

@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from anabranch.choices import listed
 from anabranch.deadline import Deadline
 from anabranch.errors import NotFound, PeerLost, ProtocolError
 from anabranch.experts import wire
@@ -29,6 +30,7 @@ GONE = (PeerLost, NotFound)
 """Errors of an expert whose server has gone."""
 
 _WITHDRAWN = "the directory no longer lists them"
+_NAMED = 16
 _PATIENCE = 2
 _SHORTEST_BREAK = 0.5
 _LONGEST_BREAK = 10.0
@@ -148,7 +150,7 @@ class ExpertFinder:
         self.answered |= {call.uid for call in calls if call.answered}
         self._warn_gone({call.uid: str(call.error) for call in calls if isinstance(call.error, GONE)})
         if back:
-            _log.warning("experts are back: %s", ", ".join(back))
+            _log.warning("experts are back: %s", listed(back, _NAMED))
             self.gone -= set(back)
 
     def _warn_gone(self, why: Mapping[str, str]) -> None:
@@ -156,7 +158,7 @@ class ExpertFinder:
         lost = sorted(why.keys() & self.answered - self.gone)
         if lost:
             text = printable(why[lost[0]])
-            _log.warning("experts have gone: %s (%s); the mixture goes on with the others", ", ".join(lost), text)
+            _log.warning("experts have gone: %s (%s); the mixture goes on with the others", listed(lost, _NAMED), text)
             self.gone |= set(lost)
 
     def some_away(self, deadline: Deadline) -> bool:
@@ -164,8 +166,8 @@ class ExpertFinder:
         answered = [*self.answered]  # a copy: other threads' forwards change it
         if self.gone or self.backoff.now().intersection(answered):
             return True
-        listed = within(self.directory, deadline).lookup(answered)
-        self._warn_gone(dict.fromkeys(set(answered).difference(listed), _WITHDRAWN))
+        there = within(self.directory, deadline).lookup(answered)
+        self._warn_gone(dict.fromkeys(set(answered).difference(there), _WITHDRAWN))
         return bool(self.gone)
 
     def retry_gone(self) -> None:

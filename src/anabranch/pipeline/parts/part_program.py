@@ -132,17 +132,22 @@ def _shown(leaves: Sequence[object]) -> str:
     return ", ".join(map(_shown_one, leaves))
 
 
-_AS_TEXT = (enum.Enum, range, slice, Slot, HeldTensor, torch.Size, torch.dtype, torch.layout, torch.memory_format)
+_AS_TEXT = (range, slice, Slot, HeldTensor, torch.Size, torch.dtype, torch.layout, torch.memory_format)
 
 
 def _shown_one(leaf: object) -> str:
     if is_plain(leaf):
         return repr(leaf)
+    if isinstance(leaf, enum.Enum):  # its class may print its members in another way
+        return f"{type(leaf).__qualname__}.{leaf.name}"
     if isinstance(leaf, _AS_TEXT):
         return str(leaf)
     of = getattr(getattr(leaf, "__self__", None), "__name__", "")  # x.T and x.mT are both called __get__
+    name = getattr(leaf, "__qualname__", None) or getattr(leaf, "__name__", type(leaf).__name__)
     line = getattr(getattr(leaf, "__code__", None), "co_firstlineno", "")  # every lambda has the same name
-    return f"{of} {getattr(leaf, '__qualname__', type(leaf).__name__)} {line}"
+    cells = [cell.cell_contents for cell in getattr(leaf, "__closure__", None) or ()]
+    held = [one for one in (*cells, *(getattr(leaf, "__defaults__", None) or ())) if is_plain(one)]
+    return f"{of} {name} {line} {held or ''}"
 
 
 @dataclass(slots=True)

@@ -73,19 +73,19 @@ class Packet:
         """Return the original value, without its graph."""
         return unflatten(self.treedef, self.leaves)
 
-    def kept(self, outside: Container[int]) -> Packet:
+    def kept(self, outside: Container[int], *, again: bool = False) -> Packet:
         """Return the same values, out of reach of changes in place; what no stage may change stays as it is.
 
         Only results of stages are cloned lazily, which moves them to other memory at the next write: what they pass on
         of the caller's (``outside``), or of an object or a global variable, may have a NumPy view that would not
-        follow.
+        follow. A packet kept before (``again``) has memory of its own.
         """
         leaves = list(self.leaves)
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 from_caller = memory_of(leaf) in outside
                 if not (from_caller and index in self.doubled):
-                    lazy = lazy_clone(leaf) if self.needs_grad[index] and not from_caller else None
+                    lazy = lazy_clone(leaf) if (again or self.needs_grad[index]) and not from_caller else None
                     leaves[index] = leaf.clone() if lazy is None else lazy
         return Packet(self.treedef, leaves, self.needs_grad, self.doubled)
 

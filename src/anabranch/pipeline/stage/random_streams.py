@@ -150,14 +150,14 @@ class drawing_from(TorchFunctionMode):  # noqa: N801 - a context
                     setattr(module, name, function)
 
     def __torch_function__(self, func: _Function, types_: object, args: _Args = (), kwargs: _Named = None) -> object:
-        if type(func) not in _IN_C:
+        compiling = torch.compiler.is_dynamo_compiling()  # it can follow neither ``_original`` nor a node's number
+        if type(func) is types.FunctionType or not (compiling or type(func) in _IN_C):
             func = _original(func)
         if func is Tensor.register_hook:
             node = args[0].grad_fn  # type: ignore[attr-defined]
             if node is not None:
                 self.hooked.add(node._sequence_nr())
-        compiling = torch.compiler.is_dynamo_compiling()  # one node for all; Dynamo cannot ask for its number
-        first = 0 if compiling else _next_sequence_nr()
+        first = 0 if compiling else _next_sequence_nr()  # what is compiled is one node
         if func in _DRAWING:
             with _GiveGenerator(self):
                 result = func(*args, **(kwargs or {}))

@@ -277,7 +277,7 @@ class StageRun:
                 f"the input of stage {self.stage.index} was changed in place after its forward, which other "
                 "microbatches still read; leave the batch as it is until backward is done"
             )
-        inputs = _kept(here.inputs, self.plan.outside)  # another backward, with retain_graph, starts from them
+        inputs = _kept(here.inputs, self.plan.outside, again=True)  # another backward may follow
         first = here.fingerprints
         assert self._state is not None
         with self._state.restored(here.state):
@@ -508,8 +508,8 @@ def _name_of(route: Route) -> str:
     return f"the input {route!r}" if isinstance(route, str) else f"the skip {route[1]!r}"
 
 
-def _kept(inputs: Messages, outside: Container[int]) -> Messages:
-    return {source: [packet.kept(outside) for packet in packets] for source, packets in inputs.items()}
+def _kept(inputs: Messages, outside: Container[int], *, again: bool = False) -> Messages:
+    return {source: [packet.kept(outside, again=again) for packet in packets] for source, packets in inputs.items()}
 
 
 def _tensors(messages: Messages) -> list[Tensor]:
