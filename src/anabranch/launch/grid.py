@@ -45,7 +45,8 @@ def make_grid(job: Job, data: int, pipeline: int) -> Grid:
     if job.role != "worker":
         raise ValueError(f"only workers have a place in the grid; this process has the role {job.role!r}")
     _meet(job)
-    peers_of_job()  # which the others find while they wait
+    if job.world_size > 1:
+        peers_of_job()  # which the others find while they wait
     rows = [list(range(start, start + pipeline)) for start in range(0, job.world_size, pipeline)]
     columns = [list(range(stage, job.world_size, pipeline)) for stage in range(pipeline)]
     grid = Grid(
@@ -56,7 +57,8 @@ def make_grid(job: Job, data: int, pipeline: int) -> Grid:
         data_group=_own_group(columns, job.rank),
         pipeline_group=_own_group(rows, job.rank),
     )
-    _wait_for_all(job)
+    if job.world_size > 1:
+        _wait_for_all(job)
     return grid
 
 
