@@ -100,10 +100,10 @@ def all_reduce(results: Results) -> list[Row]:
 
 def embedding_step(results: Results) -> list[Row]:
     """Where FBGEMM is installed: without it the page keeps the table that has it."""
-    if not results.rows("tables", side="FBGEMM"):
+    if not results.rows("tables", side="fbgemm"):
         raise FileNotFoundError("FBGEMM")
     names = {"RowWiseAdagrad": "row-wise Adagrad"}
-    heads = {"anabranch": "Anabranch", "FBGEMM": "FBGEMM 1.8.0", "torch EmbeddingBag": "torch's `EmbeddingBag`"}
+    heads = {"anabranch": "Anabranch", "fbgemm": "FBGEMM 1.8.0", "torch EmbeddingBag": "torch's `EmbeddingBag`"}
     lines: dict[str, Row] = {}
     for row in results.rows("tables"):
         line = lines.setdefault(row["optimizer"], {"": names.get(row["optimizer"], row["optimizer"])})
@@ -421,7 +421,7 @@ def of_one_thread(results: Results) -> list[float]:
 
 
 def of_fbgemm(results: Results) -> list[float]:
-    rows = results.rows("tables", side="FBGEMM")
+    rows = results.rows("tables", side="fbgemm")
     return [row["ours / theirs"] for row in rows]
 
 
