@@ -146,8 +146,8 @@ def _shown_one(leaf: object) -> str:
     name = getattr(leaf, "__qualname__", None) or getattr(leaf, "__name__", type(leaf).__name__)
     line = getattr(getattr(leaf, "__code__", None), "co_firstlineno", "")  # every lambda has the same name
     cells = [cell.cell_contents for cell in getattr(leaf, "__closure__", None) or ()]
-    held = [one for one in (*cells, *(getattr(leaf, "__defaults__", None) or ())) if is_plain(one)]
-    return f"{of} {name} {line} {held or ''}"
+    constants = [one for one in (*cells, *(getattr(leaf, "__defaults__", None) or ())) if is_plain(one)]
+    return f"{of} {name} {line} {constants or ''}"
 
 
 @dataclass(slots=True)
