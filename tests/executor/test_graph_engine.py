@@ -131,7 +131,7 @@ def test_a_graph_of_another_function_is_refused_and_the_step_is_the_tapes(
 def order() -> list[str]:
     """Final gradients and launches of buckets, in the order in which one step on the graph has them."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(6)))  # of 4 MB each, two a bucket
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(6)))  # 4 MiB each, two a bucket
     step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
     log: list[str] = []
     x = torch.randn(2, 1024)
