@@ -22,7 +22,7 @@ from anabranch.launch.supervision.members import Members
 from anabranch.launch.supervision.signals import SignalBox
 from anabranch.launch.supervision.supervisor import Patience, Supervisor
 from anabranch.launch.supervision.worker import RoleProcess
-from anabranch.liveness.membership import OwnPlace
+from anabranch.liveness.membership import Membership, OwnPlace, published
 from anabranch.record.process import process_stat
 
 _ATTACH = 16  # PTRACE_ATTACH
@@ -139,6 +139,23 @@ def test_a_newcomer_that_has_not_joined_does_not_decide_that_the_job_ends_with_a
     assert members.may_leave(cast(Any, workers[0]))
     OwnPlace(meeting, 0, joins=False).say("ends")
     assert not members.may_leave(cast(Any, workers[0]))
+
+
+def test_a_worker_that_has_closed_leaves_as_others_meet_unless_it_begins_again(tmp_path: Path) -> None:
+    workers = [SimpleNamespace(role="worker", rank=rank, pid=os.getpid(), running=True) for rank in (0, 1)]
+    meeting = tmp_path / "meeting-1"
+    members = Members(cast(Any, workers), 2, 2, meeting, lambda line: None)
+    first, other = (OwnPlace(meeting, rank, joins=False) for rank in (0, 1))
+    first.say("closes")
+    members.leave_closed()
+    assert published(meeting).ranks == {0: 0, 1: 1}, "nobody meets"
+    with other.saying("meets"):
+        first.begin()  # its next Executor, whose first step is not done yet
+        members.leave_closed()
+        assert published(meeting).ranks == {0: 0, 1: 1}
+        first.say("closes")
+        members.leave_closed()
+    assert published(meeting) == Membership(1, {1: 0}, closed=1)
 
 
 def test_a_process_that_a_debugger_has_stopped_is_frozen() -> None:

@@ -457,6 +457,23 @@ def test_a_newcomer_whose_batches_are_of_another_size_leaves(script: Script, tmp
     assert "cannot join the others, and leaves: its loaders are not theirs" in texts[1]
 
 
+def test_others_are_replaced_when_a_newcomer_has_left_and_ends_late(script: Script, tmp_path: Path) -> None:
+    source = """
+    try:
+        with executor(4 if joined and member == "1" else 6) as one:
+            train(one, 5, 3)
+            if member == "2" and not joined:
+                os.kill(os.getpid(), signal.SIGKILL)
+            train(one, 8)
+    finally:
+        time.sleep(4.0 if joined and member == "1" else 0.0)
+    """
+    told = list[str]()
+    outcome = launch(script(TRAINS + source), workers=3, log_dir=tmp_path, seconds=120.0, tell=told.append)
+    assert outcome.exit_code == 0, told
+    assert "another takes its place" in told[-1], told
+
+
 @pytest.mark.parametrize("dies_in", ["first", "second"])
 def test_a_script_may_train_in_one_executor_after_the_other(script: Script, tmp_path: Path, dies_in: str) -> None:
     """A newcomer begins with the first: where the others are in the second already, it leaves."""
