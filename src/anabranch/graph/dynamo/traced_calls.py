@@ -101,7 +101,8 @@ def arrange(
         if position in call.numbers:
             assert isinstance(value, Tensor)
             value = value.item()
-        sources.append(TraceSource(free_name(name, sources), cast("Tensor | float | int", value), state=is_state))
+        name, kind = free_name(name, sources), "buffer" if is_state else "argument"
+        sources.append(TraceSource(name, cast("Tensor | float | int", value), kind))
         if not is_state:
             free.append(position)
     return Arguments(tuple(sources), tuple(place), tuple(free), tuple(bound), tuple(fixed))
@@ -158,9 +159,10 @@ class _Runner(fx.Interpreter):
     def _checkpointed(self, n: fx.Node) -> Any:
         """Return a region of ``torch.utils.checkpoint``: marked, so that its values are recomputed instead of kept."""
         body, *rest = cast("tuple[Any, ...]", self.map_nodes_to_values(n.args, n))
-        runner = _Runner(self._call, self._recorder, body)
-        with self._recorder.checkpointing():
-            results = runner.run(*rest)
+        runner, recorder = _Runner(self._call, self._recorder, body), self._recorder
+        before, recorder.is_checkpointed = recorder.is_checkpointed, True
+        results = runner.run(*rest)
+        recorder.is_checkpointed = before  # an exception ends the trace
         self.marked.update(runner.marked)
         return results
 

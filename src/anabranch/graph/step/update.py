@@ -77,7 +77,7 @@ def capture_update(
     taken: set[str] = set()
 
     def add(name: str, tensor: Tensor) -> None:
-        state.setdefault(id(tensor), TraceSource(name, tensor, state=True))
+        state.setdefault(id(tensor), TraceSource(name, tensor, "optimizer"))
 
     def add_all(name: str, value: object) -> None:
         for tensor in flatten(value)[0]:
@@ -112,7 +112,7 @@ def capture_update(
                 _step(optimizer)
         return []
 
-    return build(body, sources, [], kinds={"": "optimizer"}, may_read=True)
+    return build(body, sources, [], may_read=True)
 
 
 def _step(optimizer: Optimizer) -> None:
