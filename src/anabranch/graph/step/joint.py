@@ -71,15 +71,14 @@ class Joint:
         self._step_of, self.key = weakref.ref(step), key  # Dynamo keeps what belongs to a code object
         self.confirmed = False
         self._outputs = output_names(call)
-        names = {"0": "", "1": "batch"}
-        arguments = arrange(call, args, step.tensors, names)
+        arguments = arrange(call, args, step.tensors)
         try:
             self.backward = self._captured(call, arguments, args)
         except CaptureError:
             if not call.numbers and not any(isinstance(value, int) for value in args):
                 raise
             # An operation that reads a number's value, like dropout its probability: a graph for each value.
-            arguments = arrange(call, args, step.tensors, names, fix_numbers=True)
+            arguments = arrange(call, args, step.tensors, fix_numbers=True)
             self.backward = self._captured(call, arguments, args)
         self._bind(call, arguments, args)
         graph = recompute_marked(self.backward.graph)
