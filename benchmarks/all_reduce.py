@@ -10,14 +10,12 @@ cache; the time of writing alone is subtracted from both.
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
-from measure import alternate, keep, machine, table
+from measure import alternate, keep, machine, options_of, table
 from torch import Tensor
 
 from anabranch.collectives import Workers
@@ -54,10 +52,7 @@ def compare_size(size: int, workers: Workers, rounds: int) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", type=Path, default=None)
-    arguments = parser.parse_args()
+    arguments = options_of(__doc__, rounds=9).parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     before = machine()

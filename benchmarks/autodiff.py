@@ -13,15 +13,13 @@ counts, an absolute time does not. ``twin`` is the plain side a second time: how
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from measure import keep, machine
+from measure import keep, machine, options_of
 from torch import Tensor, nn
 from torch.autograd import Function
 
@@ -220,10 +218,8 @@ def parallel(repeats: int, calls: int = 8) -> list[dict[str, object]]:
 
 def main() -> None:
     """Prints a table; with ``--out`` writes everything measured."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=1500)
+    parser = options_of(__doc__, rounds=1500)
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=None, help="a directory for the figures")
     args = parser.parse_args()
     torch.set_num_threads(1)
     before = machine()

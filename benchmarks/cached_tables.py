@@ -40,7 +40,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from measure import keep, machine
+from measure import keep, machine, options_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -328,7 +328,7 @@ def measure(options: argparse.Namespace, sides: list[str], zipf: float, mbit: fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--rows", type=int, default=100_000, help="of each table")
     parser.add_argument("--periods", type=int, default=2, help="of 51 steps, counted, a side")
     parser.add_argument("--mbit", type=float, default=200.0, help="a second that the link lets pass each way")
@@ -340,7 +340,6 @@ def main() -> None:
         help="steps with dense gradients, of which the first is not counted; 0 leaves them out",
     )
     parser.add_argument("--skews", action="store_true", help="only the saving against skew")
-    parser.add_argument("--out", type=Path, default=None, help="a directory for the figures")
     parser.add_argument("--place", help=argparse.SUPPRESS)
     parser.add_argument(
         "--sides", nargs="+", default=["uncached", "cached", "DataLoader", "8-bit"], help="the first two at least"

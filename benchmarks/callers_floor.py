@@ -21,9 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from measure import alternate_for
 from torch import Tensor, nn
 
-from experts import WIDTH, alternate, feedforward
+from experts import WIDTH, feedforward
 from transport import let_go
 
 HEADER = 40
@@ -176,7 +177,7 @@ def main() -> None:
                     for kind in sequence:
                         ask(kind, parts)
 
-                times = alternate({"here": local, "floor": floor}, options.seconds)
+                times = alternate_for({"here": local, "floor": floor}, options.seconds)
                 medians = {side: statistics.median(values) for side, values in times.items()}
                 minima = {side: min(values) for side, values in times.items()}
                 made = {

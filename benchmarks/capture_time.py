@@ -7,13 +7,11 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from measure import keep, machine
+from measure import keep, machine, options_of
 from torch import Tensor
 
 from anabranch.graph import Graph, capture, gradients
@@ -49,9 +47,8 @@ def measure(length: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of(__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=[100, 1_000, 10_000, 30_000])
-    parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     torch.set_num_threads(1)
     before = machine()

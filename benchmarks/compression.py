@@ -8,14 +8,12 @@ side.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from measure import keep, machine
+from measure import keep, machine, options_of
 from sklearn.datasets import load_digits
 from torch import nn
 
@@ -53,10 +51,9 @@ def train(compression: str | None, steps: int, seed: int) -> tuple[int, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=None, help="a directory for the figures")
     options = parser.parse_args()
     torch.set_num_threads(1)
     before = machine()

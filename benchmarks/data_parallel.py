@@ -12,14 +12,12 @@ itself, in a hand-written loop that sums nothing.
 
 from __future__ import annotations
 
-import argparse
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from measure import Side, alternate, compare, machine, report
+from measure import Side, alternate, compare, machine, options_of, report
 from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
@@ -58,10 +56,8 @@ def compare_case(case: Case, rounds: int) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of(__doc__, rounds=15)
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

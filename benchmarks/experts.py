@@ -18,11 +18,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import cast
 
 import torch
-from measure import keep, machine
+from measure import alternate_for, keep, machine, options_of
 from torch import nn
 
 from anabranch.errors import DeadlineExceeded, Overloaded
@@ -90,25 +89,6 @@ def process(kind: str, keys: str, *, tls: bool = False) -> Iterator[str]:
             let_go(child)
 
 
-def alternate(sides: dict[str, Callable[[], object]], seconds: float) -> dict[str, list[float]]:
-    """Milliseconds of each side's runs, taking turns for so long.
-
-    A turn is two runs of which the second counts: what the other side's threads still do after its answer, and what it
-    has left in the caches, is nobody's cost.
-    """
-    times: dict[str, list[float]] = {side: [] for side in sides}
-    for run in sides.values():
-        run()
-    until = time.perf_counter() + seconds
-    while time.perf_counter() < until or len(next(iter(times.values()))) < 3:
-        for side, run in sides.items():
-            run()
-            start = time.perf_counter()
-            run()
-            times[side].append((time.perf_counter() - start) * 1e3)
-    return times
-
-
 def row(name: str, times: dict[str, list[float]], over: str | None = None) -> dict[str, object]:
     medians = {side: round(statistics.median(values), 4) for side, values in times.items()}
     made: dict[str, object] = {
@@ -133,7 +113,7 @@ def measure_nop(seconds: float, keys: str) -> Iterator[dict[str, object]]:
         for name, size in SIZES.items():
             x = torch.randn(size // 4096, 1024)
             with torch.no_grad():
-                times = alternate({side: lambda run=run, x=x: run(x) for side, run in sides.items()}, seconds)
+                times = alternate_for({side: lambda run=run, x=x: run(x) for side, run in sides.items()}, seconds)
             made = row(f"nop {name}", times)
             medians = cast(dict[str, float], made["median_ms"])
             made["ratio"] = {kind: round(medians[kind] / medians[f"{kind} echo"], 2) for kind in ("unix", "tls")}
@@ -163,12 +143,12 @@ def measure_ffn(seconds: float, keys: str) -> Iterator[dict[str, object]]:
             x = torch.randn(batch, WIDTH)
             with torch.no_grad():
                 sides = {"here": lambda x=x: here(x), "expert": lambda x=x: there(x)}
-                yield row(f"ffn forward, batch {batch}", alternate(sides, seconds), "here")
+                yield row(f"ffn forward, batch {batch}", alternate_for(sides, seconds), "here")
             sides = {
                 "here, recomputing": lambda x=x: recomputed(x),
                 "expert": lambda x=x: step(there, x, local=False),
             }
-            yield row(f"ffn forward+backward+Adam, batch {batch}", alternate(sides, seconds), "here, recomputing")
+            yield row(f"ffn forward+backward+Adam, batch {batch}", alternate_for(sides, seconds), "here, recomputing")
 
 
 def measure_mixture(seconds: float, keys: str) -> Iterator[dict[str, object]]:
@@ -201,10 +181,11 @@ def measure_mixture(seconds: float, keys: str) -> Iterator[dict[str, object]]:
         x = torch.randn(32, WIDTH)
         sides: dict[str, Callable[[], object]] = {"here": forwards, "mixture": lambda: mixture(x)}
         with torch.no_grad():
-            yield row("mixture forward, batch 32, 16 experts on 4 servers, best 4", alternate(sides, seconds), "here")
+            times = alternate_for(sides, seconds)
+        yield row("mixture forward, batch 32, 16 experts on 4 servers, best 4", times, "here")
         before = mixture.statistics().calls
         sides = {"here, recomputing": steps, "mixture": lambda: mixture(x).sum().backward()}
-        times = alternate(sides, seconds)
+        times = alternate_for(sides, seconds)
         made = row(
             "mixture forward+backward+Adam, batch 32, 16 experts on 4 servers, best 4", times, "here, recomputing"
         )
@@ -259,19 +240,19 @@ def measure_callers(seconds: float, keys: str) -> Iterator[dict[str, object]]:
                 "here": forward,
                 "experts": lambda make=all_at_once: ask(make(), backward=False),
             }
-            yield rate_row(f"64 clients of one row on one thread, {kind}, forward", alternate(sides, seconds))
+            yield rate_row(f"64 clients of one row on one thread, {kind}, forward", alternate_for(sides, seconds))
             sides = {
                 "here": step,
                 "here, recomputing": recomputed,
                 "experts": lambda make=all_at_once: ask(make(), backward=True),
             }
             name = f"64 clients of one row on one thread, {kind}, forward+backward+Adam"
-            yield rate_row(name, alternate(sides, seconds))
+            yield rate_row(name, alternate_for(sides, seconds))
     with process("ffn", keys) as endpoint:
         expert = RemoteExpert("ffn.0.0", endpoint)
         for name, local, backward in (("forward", forward, False), ("forward+backward+Adam", step, True)):
-            local_ms = statistics.median(alternate({"here": local}, seconds / 2)["here"])
-            rate = call_from_threads(expert, backward=backward, seconds=seconds)
+            local_ms = statistics.median(alternate_for({"here": local}, seconds / 2)["here"])
+            rate, _ = call_from_threads(expert, backward=backward, seconds=seconds)
             rows_here = 64 / local_ms * 1e3
             yield {
                 "work": f"64 clients of one row on 64 threads, {name}",
@@ -291,32 +272,44 @@ def rate_row(name: str, times: dict[str, list[float]]) -> dict[str, object]:
     return made
 
 
-def call_from_threads(expert: RemoteExpert, *, backward: bool, seconds: float) -> float:
-    """Calls a second of 64 threads."""
+def call_from_threads(expert: nn.Module, *, backward: bool, seconds: float) -> tuple[float, str]:
+    """Calls a second of 64 threads, while each makes one after the other, and an error if there was one.
+
+    Counted once every thread has been answered, or after ten times as long.
+    """
     counts = [0] * 64
+    errors: list[str] = []
     stop = threading.Event()
 
     def ask(index: int) -> None:
         x = torch.randn(1, WIDTH)
         while not stop.is_set():
-            if backward:
-                expert(x).sum().backward()
-            else:
-                with torch.no_grad():
-                    expert(x)
+            try:
+                if backward:
+                    expert(x.detach().requires_grad_()).sum().backward()
+                else:
+                    with torch.no_grad():
+                        expert(x)
+            except Exception as error:  # noqa: BLE001 - whatever it raises is told
+                errors.append(repr(error)[:300])
+                return
             counts[index] += 1
 
-    threads = [threading.Thread(target=ask, args=(index,)) for index in range(64)]
+    # Daemons: a call of hivemind that never returns must not hold the process.
+    threads = [threading.Thread(target=ask, args=(index,), daemon=True) for index in range(64)]
     for thread in threads:
         thread.start()
-    time.sleep(seconds / 4)
+    until = time.perf_counter() + 10 * seconds
+    while not all(counts) and time.perf_counter() < until and not errors:
+        stop.wait(timeout=0.01)
     before, start = sum(counts), time.perf_counter()
-    time.sleep(seconds)
+    stop.wait(timeout=seconds)
     rate = (sum(counts) - before) / (time.perf_counter() - start)
     stop.set()
+    until = time.perf_counter() + 30.0
     for thread in threads:
-        thread.join(timeout=30)
-    return rate
+        thread.join(timeout=max(until - time.perf_counter(), 0.0))
+    return rate, errors[0] if errors else ""
 
 
 def measure_overload(seconds: float, keys: str) -> Iterator[dict[str, object]]:
@@ -377,10 +370,9 @@ MEASURES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--seconds", type=float, default=2.0, help="for each measurement")
     parser.add_argument("--only", default=",".join(MEASURES), help="which, comma-separated")
-    parser.add_argument("--out", type=Path, default=None, help="a directory for the figures")
     parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

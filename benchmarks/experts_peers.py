@@ -34,12 +34,12 @@ import torch
 from hivemind.moe.client.remote_expert_worker import RemoteExpertWorker
 from hivemind.moe.server import get_experts
 from hivemind.utils.tensor_descr import BatchTensorDescriptor
-from measure import keep, machine
+from measure import keep, machine, options_of
 from torch import nn
 
 from anabranch.experts import Directory, RemoteExpert, RemoteMixtureOfExperts
 from anabranch.transport import make_keys
-from experts import SIZES, WIDTH, feedforward, process, row
+from experts import SIZES, WIDTH, call_from_threads, feedforward, process, row
 
 GRID = [f"ffn.{i}.{j}" for i in range(4) for j in range(4)]
 ATTEMPTS = 3
@@ -111,7 +111,7 @@ def bound_calls() -> None:
 def beside(name: str, sides: dict[str, Callable[[], object]], seconds: float) -> dict[str, object]:
     """The sides in turns; a call that fails, as large ones to hivemind sometimes do, is counted and left out.
 
-    A turn is two runs of which the second counts, as in ``experts.alternate``.
+    A turn is two runs of which the second counts, as in ``measure.alternate_for``.
     """
     times: dict[str, list[float]] = {side: [] for side in sides}
     failed = dict.fromkeys(sides, 0)
@@ -225,46 +225,6 @@ def measure_callers(seconds: float, keys: str) -> Iterator[dict[str, object]]:
             yield made | ({"errors": errors} if errors else {})
 
 
-def call_from_threads(expert: nn.Module, *, backward: bool, seconds: float) -> tuple[float, str]:
-    """Calls a second of 64 threads, while each makes one after the other, and an error if there was one.
-
-    Counted once every thread has been answered, or after ten times as long.
-    """
-    counts = [0] * 64
-    errors: list[str] = []
-    stop = threading.Event()
-
-    def ask(index: int) -> None:
-        x = torch.randn(1, WIDTH)
-        while not stop.is_set():
-            try:
-                if backward:
-                    expert(x.detach().requires_grad_()).sum().backward()
-                else:
-                    with torch.no_grad():
-                        expert(x)
-            except Exception as error:  # noqa: BLE001 - whatever it raises is told
-                errors.append(repr(error)[:300])
-                return
-            counts[index] += 1
-
-    # Daemons: a call that never returns must not hold the process.
-    threads = [threading.Thread(target=ask, args=(index,), daemon=True) for index in range(64)]
-    for thread in threads:
-        thread.start()
-    until = time.perf_counter() + 10 * seconds
-    while not all(counts) and time.perf_counter() < until and not errors:
-        stop.wait(timeout=0.01)
-    before, start = sum(counts), time.perf_counter()
-    stop.wait(timeout=seconds)
-    rate = (sum(counts) - before) / (time.perf_counter() - start)
-    stop.set()
-    until = time.perf_counter() + LONGEST_CALL
-    for thread in threads:
-        thread.join(timeout=max(until - time.perf_counter(), 0.0))
-    return rate, errors[0] if errors else ""
-
-
 MEASURES = {"nop": measure_nop, "ffn": measure_ffn, "mixture": measure_mixture, "callers": measure_callers}
 
 
@@ -338,10 +298,9 @@ def read_rows(child: subprocess.Popen[str], rows: list[dict[str, object]]) -> No
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--seconds", type=float, default=3.0, help="for each measurement")
     parser.add_argument("--only", default=",".join(MEASURES), help="which, comma-separated")
-    parser.add_argument("--out", type=Path, default=None, help="a directory for the figures")
     for internal in ("--serve-hivemind", "--measure", "--keys"):
         parser.add_argument(internal, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

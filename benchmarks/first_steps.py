@@ -18,10 +18,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from measure import keep, machine, table
+from measure import keep, machine, options_of, table
 from torch import Tensor
 
 import anabranch as ab
@@ -98,10 +97,8 @@ def _seconds(action: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of(__doc__, rounds=3)
     parser.add_argument("--only", nargs="+", choices=list(ALL), default=list(ALL))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--alone", nargs=2, metavar=("NAME", "SIDE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -5,6 +5,7 @@ A ratio counts, an absolute time does not. Every report says what machine it was
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -16,6 +17,15 @@ from pathlib import Path
 import torch
 
 Side = Callable[[], object]
+
+
+def options_of(doc: str | None, rounds: int | None = None) -> argparse.ArgumentParser:
+    """The command line of a script that ``doc`` describes: ``--out``, and ``--rounds`` if there is a default."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if rounds is not None:
+        parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--out", type=Path, default=None, help="a directory for the figures")
+    return parser
 
 
 def waiting_for(device: str) -> Callable[[], object]:
@@ -48,6 +58,38 @@ def alternate(
             if index:  # the first round warms up
                 seconds[name].append((time.perf_counter() - started) / calls)
     return seconds
+
+
+def alternate_for(sides: Mapping[str, Side], seconds: float, runs: int = 2) -> dict[str, list[float]]:
+    """Milliseconds of each side's runs, taking turns for so long.
+
+    Of the runs of a turn the last counts: what the other side's threads still do after its answer, and what it has left
+    in the caches, is nobody's cost.
+    """
+    times: dict[str, list[float]] = {side: [] for side in sides}
+    for run in sides.values():
+        run()
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until or len(next(iter(times.values()))) < 3:
+        for side, run in sides.items():
+            for _ in range(runs):
+                start = time.perf_counter()
+                run()
+            times[side].append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def over_batches(
+    sides: Mapping[str, Callable[[int], object]], rounds: int, batches: int
+) -> dict[str, dict[str, float]]:
+    """Median and minimum of each side's milliseconds, in turns, on the batch of a number; four rounds warm up."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for index in range(rounds + 4):
+        for name, run in sides.items():
+            start = time.perf_counter()
+            run(index % batches)
+            times[name].append((time.perf_counter() - start) * 1e3)
+    return {name: {"median": statistics.median(some[4:]), "min": min(some[4:])} for name, some in times.items()}
 
 
 def compare(seconds: Mapping[str, list[float]], reference: str) -> dict[str, dict[str, float]]:

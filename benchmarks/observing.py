@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import tempfile
@@ -17,7 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
 import torch
-from measure import compare, machine, report
+from measure import compare, machine, options_of, report
 
 import anabranch as ab
 from anabranch.record.process import ProcessRecord
@@ -80,10 +79,9 @@ def compare_case(case: Case, rounds: int, folder: Path) -> dict[str, dict[str, f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--rounds", type=int, default=400, help="a tenth for the two large models")
-    parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
 

@@ -9,19 +9,14 @@ an echo of as many bytes over the same transport, and the same gather, merge and
 
 from __future__ import annotations
 
-import argparse
 import functools
 import multiprocessing
 import os
-import statistics
 import tempfile
-import time
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
-from measure import keep, machine
+from measure import keep, machine, options_of, over_batches
 from torch import Tensor
 
 from anabranch.deadline import Deadline
@@ -89,27 +84,14 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
                     tables.pull(ids, counts, training=True)
                     tables.push(ids, torch.cat(grads[number]), counts)
 
-                return alternate({"server": through_a_server, "echo": echoed, "kernels": here}, rounds)
+                return over_batches({"server": through_a_server, "echo": echoed, "kernels": here}, rounds, 4)
         finally:
             stop.set()
             process.join(timeout=30)
 
 
-def alternate(sides: dict[str, Callable[[int], None]], rounds: int) -> dict[str, dict[str, float]]:
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(rounds + 4):
-        for name, run in sides.items():
-            begin = time.perf_counter()
-            run(number % 4)
-            times[name].append((time.perf_counter() - begin) * 1e3)
-    return {name: {"median": statistics.median(t[4:]), "min": min(t[4:])} for name, t in times.items()}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--out", type=Path, default=None, help="a directory for the figures")
-    arguments = parser.parse_args()
+    arguments = options_of(__doc__, rounds=40).parse_args()
     torch.set_num_threads(1)
     before = machine()
     found = measure(arguments.rounds)

@@ -15,7 +15,6 @@ installed (`make bench-peers`), `threads` runs it too.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import statistics
@@ -27,7 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from measure import alternate, compare, machine, report, waiting_for
+from measure import alternate, compare, machine, options_of, report, waiting_for
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
@@ -326,13 +325,11 @@ def with_speed_up(results: dict[str, dict[str, float]], m: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, rounds=7)
     parser.add_argument("what", choices=["threads", "ranks", "simulator"])
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--device", default="cpu", help="of both stages of `threads`")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     before = machine()

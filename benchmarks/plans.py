@@ -11,13 +11,11 @@ optimizers.
 
 from __future__ import annotations
 
-import argparse
 import time
-from pathlib import Path
 from statistics import median
 
 import torch
-from measure import keep, machine, table
+from measure import keep, machine, options_of, table
 from torch import Tensor, nn
 
 import anabranch as ab
@@ -106,10 +104,8 @@ def compare(rounds: int, steps: int) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = options_of(__doc__, rounds=3)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     before = machine()

@@ -9,7 +9,6 @@ in as many files (on a disk, a push may wait for that alone), or nothing is writ
 
 from __future__ import annotations
 
-import argparse
 import functools
 import multiprocessing
 import os
@@ -21,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from measure import keep, machine
+from measure import keep, machine, options_of
 
 from anabranch.parameter_server import ParameterClient, ParameterServer
 from anabranch.tables import Normal, RowOptimizer, TableSpec
@@ -137,11 +136,9 @@ def in_turns(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, rounds=5)
     parser.add_argument("--bytes", type=float, default=4e9, help="of the shard's rows")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directory", default=None, help="where the checkpoints are written; /dev/shm is no disk")
-    parser.add_argument("--out", type=Path, default=None, help="a directory for the figures")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     before = machine()

@@ -7,14 +7,13 @@
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from measure import keep, machine
+from measure import keep, machine, options_of
 
 STEP = """
 import torch, anabranch as ab
@@ -42,9 +41,8 @@ def seconds(script: Path, workers: int, servers: int, experts: int, *options: st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of(__doc__)
     parser.add_argument("--jobs", nargs="+", default=["2+1+2", "16+4+4"], help="WORKERS+SERVERS+EXPERTS")
-    parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     before = machine()
     rows: list[dict[str, object]] = []

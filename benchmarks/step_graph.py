@@ -14,14 +14,12 @@ their arguments at hand, and nothing between them: no views, no memory to free, 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from measure import alternate, compare, machine, report, waiting_for
+from measure import alternate, compare, machine, options_of, report, waiting_for
 
 import anabranch as ab
 from anabranch.graph import StepProgram
@@ -103,13 +101,11 @@ def executor(case: Case, **options: Any) -> Callable[[], object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of(__doc__, rounds=25)
     parser.add_argument("--only", nargs="+", choices=list(ALL), default=list(CASES))
     parser.add_argument("--compile", action="store_true", help="measure the Inductor side too")
     parser.add_argument("--floor", action="store_true", help="measure the bare kernels too")
-    parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--device", default="cpu", help="where the model and its batches are")
-    parser.add_argument("--out", type=Path, default=None, help="a directory for the figures as JSON and Markdown")
     options = parser.parse_args()
     torch.set_num_threads(1)
     before = machine()

@@ -199,14 +199,14 @@ def computing(results: Results) -> list[Row]:
         expert = next(side for side in medians if side.startswith(("expert", "mixture")))
         here = next(side for side in reversed(medians) if side.startswith("here"))
         lines.append(
-            {"": work, here_head(here): f"{medians[here]:.3g}", "expert": f"{medians[expert]:.3g}", "ratio": ""}
+            {
+                "": work,
+                "here": f"{medians[here]:.3g}",
+                "expert": f"{medians[expert]:.3g}",
+                "ratio": f"{medians[expert] / medians[here]:.2f}",
+            }
         )
-        lines[-1]["ratio"] = f"{medians[expert] / medians[here]:.2f}"
     return lines
-
-
-def here_head(side: str) -> str:
-    return "here" if side.startswith("here") else side
 
 
 def plain(results: Results, name: str, heads: dict[str, tuple[str, str]]) -> list[Row]:

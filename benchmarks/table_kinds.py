@@ -11,16 +11,14 @@ one table, to ``--rows`` and a tenth more. Times are those of the calling thread
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from measure import keep, machine
+from measure import keep, machine, options_of
 from torch import Tensor
 
 from anabranch.parameter_server import Shard
@@ -107,10 +105,8 @@ def new_ids(rows: int) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser = options_of(__doc__, rounds=40)
     parser.add_argument("--rows", type=int, default=6_000_000, help="into which new ids go, 150 bytes of memory each")
-    parser.add_argument("--out", type=Path, default=None, help="a directory for the figures")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     before = machine()

@@ -10,16 +10,12 @@ apply the gradient of each lookup by the optimizer. The dense part of a model is
 
 from __future__ import annotations
 
-import argparse
 import functools
-import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
-from measure import keep, machine
+from measure import keep, machine, options_of, over_batches
 from torch import Tensor
 
 from anabranch.tables import KernelThreads, Normal, RowOptimizer, RowWiseAdagrad, Table, TableGroup, TableSpec
@@ -108,19 +104,10 @@ def fbgemm(optimizer: str, threads: int) -> Step:
     return step
 
 
-def alternate(sides: dict[str, Step], batches: list[tuple[Tensor, Tensor]], rounds: int) -> dict[str, dict[str, float]]:
-    """Milliseconds a step of each side, taken in turns."""
-    for step in sides.values():
-        for batch in batches[:3]:
-            step(*batch)
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(rounds):
-        for name, step in sides.items():
-            batch = batches[number % len(batches)]
-            begin = time.perf_counter()
-            step(*batch)
-            times[name].append((time.perf_counter() - begin) * 1e3)
-    return {name: {"median": statistics.median(t), "min": min(t)} for name, t in times.items()}
+def in_turns(sides: dict[str, Step], batches: list[tuple[Tensor, Tensor]], rounds: int) -> dict[str, dict[str, float]]:
+    """Milliseconds a step of each side."""
+    runs = {name: lambda index, step=step: step(*batches[index]) for name, step in sides.items()}
+    return over_batches(runs, rounds, len(batches))
 
 
 def embedding_step(threads: int, rounds: int) -> list[dict[str, object]]:
@@ -132,7 +119,7 @@ def embedding_step(threads: int, rounds: int) -> list[dict[str, object]]:
         if has_fbgemm() and optimizer != "Adam":  # its CPU kernels have no Adam
             makers["fbgemm"] = fbgemm
         sides = {name: make(optimizer, threads) for name, make in makers.items()}
-        found = alternate(sides, batches, rounds)
+        found = in_turns(sides, batches, rounds)
         mine = found["anabranch"]["median"]
         for name, numbers in found.items():
             results.append({"optimizer": optimizer, "side": name, **numbers, "ours / theirs": mine / numbers["median"]})
@@ -150,17 +137,16 @@ def growth(largest: int, rounds: int) -> list[dict[str, object]]:
     rows = 100_000
     while rows <= largest:
         table = Table(TableSpec("t", rows, WIDTH, initial=Normal(0, 0.01)), rule)
-        batches = [torch.randint(0, rows, (20_000,), generator=generator) for _ in range(4)]
         grads = torch.randn(20_000, WIDTH)
-        times = []
-        for number in range(rounds + 4):
-            begin = time.perf_counter()
-            table.pull(batches[number % 4], training=True)
-            table.push(batches[number % 4], grads)
-            times.append((time.perf_counter() - begin) * 1e3)
-        median = statistics.median(times[4:])
-        results.append({"rows": rows, "median": median, "min": min(times[4:])})
-        print(f"{rows:>12,} rows: median {median:.2f} ms for 20,000 lookups")
+        batches = [(torch.randint(0, rows, (20_000,), generator=generator), grads) for _ in range(4)]
+
+        def step(ids: Tensor, grads: Tensor, table: Table = table) -> None:
+            table.pull(ids, training=True)
+            table.push(ids, grads)
+
+        numbers = in_turns({"t": step}, batches, rounds)["t"]
+        results.append({"rows": rows, **numbers})
+        print(f"{rows:>12,} rows: median {numbers['median']:.2f} ms for 20,000 lookups")
         rows *= 10
     return results
 
@@ -182,7 +168,7 @@ def two_threads(rounds: int) -> list[dict[str, object]]:
                 table = Table(spec, rule, pool=KernelThreads(threads))
                 sides[f"pull {threads}"] = lambda ids, _, table=table: table.pull(ids, training=True)  # type: ignore[misc]
                 sides[f"push {threads}"] = table.push
-            found = alternate(sides, batches, rounds)
+            found = in_turns(sides, batches, rounds)
             for verb in ("pull", "push"):
                 one, two = (found[f"{verb} {threads}"]["median"] for threads in (1, 2))
                 results.append({"table": kind, "rows": rows, "verb": verb, "one": one, "two": two, "ratio": one / two})
@@ -199,11 +185,9 @@ def has_fbgemm() -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, rounds=40)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--largest", type=int, default=10_000_000, help="rows of the largest table")
-    parser.add_argument("--out", type=Path, default=None, help="a directory for the figures")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     before = machine()

@@ -7,11 +7,8 @@
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import torch
-from measure import alternate, compare, machine, report, waiting_for
+from measure import alternate, compare, machine, options_of, report, waiting_for
 
 import anabranch as ab
 from models import CASES, Case
@@ -35,11 +32,9 @@ def compare_case(case: Case, rounds: int, device: str) -> dict[str, dict[str, fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of(__doc__, rounds=25)
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--device", default="cpu", help="where the model and its batches are")
-    parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     before = machine()

@@ -15,13 +15,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
-from measure import keep, machine
+from measure import alternate_for, keep, machine, options_of
 
 from anabranch.deadline import Deadline
 from anabranch.transport import Call, Client, Request, Server, Verb, make_keys
@@ -142,16 +142,8 @@ def measure(seconds: float) -> list[dict[str, object]]:
             sides = {"anabranch": stack.enter_context(ours(kind, keys)), "echo": stack.enter_context(bare(kind, keys))}
             for name, size in SIZES.items():
                 tensor = torch.randn(size // 4)
-                times: dict[str, list[float]] = {side: [] for side in sides}
-                for round_trip in sides.values():
-                    round_trip(tensor)
-                until = time.perf_counter() + seconds
-                while time.perf_counter() < until:
-                    for side, round_trip in sides.items():
-                        start = time.perf_counter()
-                        round_trip(tensor)
-                        times[side].append((time.perf_counter() - start) * 1e3)
-                rows.append(summary(kind, name, times))
+                runs = {side: partial(round_trip, tensor) for side, round_trip in sides.items()}
+                rows.append(summary(kind, name, alternate_for(runs, seconds, runs=1)))
     return rows
 
 
@@ -168,9 +160,8 @@ def summary(kind: str, name: str, times: dict[str, list[float]]) -> dict[str, ob
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of(__doc__)
     parser.add_argument("--seconds", type=float, default=2.0, help="for each kind of socket and size")
-    parser.add_argument("--out", type=Path, default=None, help="a directory for the figures")
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--serve-bare", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -9,20 +9,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from _run import write_whole
+
 import anabranch as ab
 
 
 def leave_pid(out: Path, who: str) -> None:
     """Write down which process has this role."""
     out.mkdir(parents=True, exist_ok=True)
-    _write_whole(out / f"{who}.pid", str(os.getpid()))
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write a file that others may read meanwhile, and that a kill leaves as it was."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
+    write_whole(out / f"{who}.pid", str(os.getpid()))
 
 
 class Kills:
@@ -79,7 +74,7 @@ class Kills:
         return int((self._out / f"{who}.pid").read_text())
 
     def _keep(self) -> None:
-        _write_whole(self._path, json.dumps(self._killed))
+        write_whole(self._path, json.dumps(self._killed))
 
 
 def plan_of_kills(job: ab.Job, steps: int) -> dict[str, int]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+from _run import write_whole
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
@@ -26,9 +27,7 @@ class Curve:
     held_out: list[tuple[int, float]] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"losses": self.losses, "held_out": self.held_out}))
-        temporary.replace(path)
+        write_whole(path, json.dumps({"losses": self.losses, "held_out": self.held_out}))
 
     def continue_from(self, path: Path, step: int) -> None:
         """Take up what the file says of the steps before ``step``."""

@@ -119,9 +119,14 @@ def prepare(team: Team, settings: Mapping[str, object], *, fresh: bool) -> None:
     if team.leads:
         if fresh:
             shutil.rmtree(checkpoint, ignore_errors=True)
-        temporary = kept.with_suffix(".tmp")
-        temporary.write_text(json.dumps(dict(settings)))
-        temporary.replace(kept)
+        write_whole(kept, json.dumps(dict(settings)))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that others may read meanwhile, and that a kill leaves as it was."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
 
 
 class Stopped(Exception):
@@ -131,6 +136,18 @@ class Stopped(Exception):
 
     def __init__(self, step: int) -> None:
         super().__init__(f"told to stop: saved after step {step}, the same command goes on from there")
+
+
+def save_or_stop(
+    executor: ab.Executor, team: Team, options: argparse.Namespace, beside: Callable[[], object] = lambda: None
+) -> None:
+    """Save every so many steps, at the end, and where a worker was told to stop, which ends the run."""
+    step, every = executor.step, options.save_every or max(1, options.steps // 4)
+    if step % every == 0 or step == options.steps or executor.stopping:
+        beside()
+        executor.save(team.out / "checkpoint")
+    if executor.stopping and step < options.steps:
+        raise Stopped(step)
 
 
 @contextmanager

@@ -32,7 +32,6 @@ import torch
 from _clicks import FORMATS, Batch, Clicks, Floats, Part, area_under_curve, log_loss, split_file
 from _planted import Best, Planted
 from _run import (
-    Stopped,
     Team,
     add_usual,
     at_least_one,
@@ -40,6 +39,7 @@ from _run import (
     prepare,
     present,
     reported,
+    save_or_stop,
     stopped_by_signals,
     team_of,
 )
@@ -219,7 +219,6 @@ def train_on(executor: ab.Executor, lines: Clicks, team: Team, held_out: HeldOut
 
     meter, done = Meter(executor, part), executor.step
     evaluate_every = options.evaluate_every or max(1, options.steps // 5)
-    save_every = options.save_every or max(1, options.steps // 4)
     while executor.step < options.steps:
         last = meter.run()
         step, team = executor.step, present(team, options)
@@ -231,10 +230,7 @@ def train_on(executor: ab.Executor, lines: Clicks, team: Team, held_out: HeldOut
                 f"step {step}/{options.steps}  {rate:,.0f} examples/s  loss {last:.4f}  held out: log loss "
                 f"{nats:.4f}, AUC {auc:.4f}",
             )
-        if step % save_every == 0 or step == options.steps or executor.stopping:
-            executor.save(team.out / "checkpoint")
-        if executor.stopping and step < options.steps:
-            raise Stopped(step)
+        save_or_stop(executor, team, options)
     return meter
 
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from _run import Stopped, Team, add_usual, at_least_one, prepare, present, reported, stopped_by_signals, team_of
+from _run import Team, add_usual, at_least_one, prepare, present, reported, save_or_stop, stopped_by_signals, team_of
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -270,7 +270,7 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
         team = team_of(options.comm_mode, options.out, job)
         return samples.part(executor.step, team.rank, team.workers)
 
-    evaluate_every, save_every = options.evaluate_every or options.steps // 5, options.save_every or options.steps // 4
+    evaluate_every = options.evaluate_every or max(1, options.steps // 5)
     with (
         ab.Executor(
             {"train": training_step(model), "validate": ab.EvalStep(model, right)},
@@ -288,16 +288,13 @@ def run(options: argparse.Namespace, job: ab.Job) -> dict[str, object]:
             step, team = executor.step, present(team, options)
             seconds += time.monotonic() - at
             moved += executor.statistics().bytes - before
-            if step % max(1, evaluate_every) == 0 and step < options.steps:
+            if step % evaluate_every == 0 and step < options.steps:
                 found = accuracy(executor, graph, held_out, team)
                 if team.rank == 0:
                     print(
                         f"step {step}/{options.steps}  loss {losses[-1]:.4f}  held out: {found:.1%} right", flush=True
                     )
-            if step % max(1, save_every) == 0 or step == options.steps or executor.stopping:
-                executor.save(team.out / "checkpoint")
-            if executor.stopping and step < options.steps:
-                raise Stopped(step)
+            save_or_stop(executor, team, options)
         found = accuracy(executor, graph, held_out, team)
         engine = executor.engine("train")
     steps = max(1, options.steps - done)

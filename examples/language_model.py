@@ -46,7 +46,7 @@ import torch
 from _experts import Experts, uids_of
 from _kills import Kills, leave_pid, plan_of_kills
 from _report import BITS, Curve, Screen
-from _run import Stopped, Team, add_usual, at_least_one, prepare, present, reported, stopped_by_signals, team_of
+from _run import Team, add_usual, at_least_one, prepare, present, reported, save_or_stop, stopped_by_signals, team_of
 from _text import CONTEXT, Windows, standard_library, text_of, windows_in_order
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -290,7 +290,6 @@ def train_on(
     """Trains to the last step, measuring and saving on the way; returns the seconds that the steps alone took."""
     seconds = 0.0
     evaluate_every = options.evaluate_every or max(1, options.steps // 10)
-    save_every = options.save_every or max(1, options.steps // 4)
     while executor.step < options.steps:
         began = time.monotonic()
         curve.losses.append(executor.run("train")["loss"].item())
@@ -301,12 +300,8 @@ def train_on(
         if step % evaluate_every == 0 or step == options.steps:
             curve.held_out.append((step, bits_per_byte(executor, held_out, partial(present, team, options))))
             screen.evaluated(step, curve.held_out[-1][1])
-        if step % save_every == 0 or step == options.steps or executor.stopping:
-            if team.leads:
-                curve.save(team.out / "curve.json")
-            executor.save(team.out / "checkpoint")
-        if executor.stopping and step < options.steps:
-            raise Stopped(step)
+        beside = [partial(curve.save, team.out / "curve.json")] if team.leads else []
+        save_or_stop(executor, team, options, *beside)
         if kills:
             kills.after(step)
     return seconds

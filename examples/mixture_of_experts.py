@@ -36,8 +36,6 @@ from typing import Literal, Protocol
 import torch
 import torch.nn.functional as F
 from _run import add_first, reported
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -49,7 +47,7 @@ SERVERS = 4
 FEATURES = 32
 BATCH = 64
 VICTIM = 1
-LINES = 20  # steps between two lines, where there is no terminal for a bar
+LINES = 20  # steps between two lines
 SAVED_EVERY = 0.5  # seconds
 PATIENCE = 60.0  # seconds for a server to come back
 
@@ -233,30 +231,6 @@ def training_step(model: Digits) -> ab.TrainStep:
     return ab.TrainStep(model, loss, torch.optim.Adam(model.parameters(), lr=3e-3))
 
 
-class Screen:
-    """A bar on a terminal, a line every so often elsewhere."""
-
-    def __init__(self, name: str, steps: int) -> None:
-        self._name = name
-        self._steps = steps
-        console = Console(highlight=False, quiet=ab.job().rank > 0)
-        columns = [TextColumn(f"{name:11}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[figures]}")]
-        self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
-        self._task = self._bar.add_task(name, total=steps, figures="")
-
-    def __enter__(self) -> Screen:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def show(self, step: int, figures: str, *, new: bool) -> None:
-        self._bar.update(self._task, completed=step, figures=figures)
-        if self._bar.disable and ab.job().rank == 0 and (new or step % LINES == 0 or step == self._steps):
-            print(f"{self._name:11}  step {step}/{self._steps}  {figures}", flush=True)
-
-
 def train(
     directory: DirectoryLike,
     steps: int,
@@ -284,7 +258,7 @@ def train(
     news = ""
     used_again = False
     steps_of = {"train": training_step(model), "validate": ab.EvalStep(model, right)}
-    with ab.Executor(steps_of, comm_mode=comm_mode) as executor, Screen(name, steps) as screen:
+    with ab.Executor(steps_of, comm_mode=comm_mode) as executor:
         while (step := executor.step) < steps:
             happened = between(step)
             news = happened or news
@@ -293,8 +267,9 @@ def train(
             facts = model.mixture.statistics()
             if news.endswith("is back") and facts.failed == before.failed:
                 used_again |= any(facts.rows[uid] > before.rows.get(uid, 0) for uid in facts.rows if is_victims(uid))
-            failed = f"{facts.calls} calls, {sum(facts.failed.values())} failed"
-            screen.show(step + 1, f"loss {nats:.3f}  {failed}  {news}", new=bool(happened))
+            if ab.job().rank == 0 and (happened or (step + 1) % LINES == 0 or step + 1 == steps):
+                calls = f"{facts.calls} calls, {sum(facts.failed.values())} failed"
+                print(f"{name:11}  step {step + 1}/{steps}  loss {nats:.3f}  {calls}  {news}", flush=True)
         accuracy = executor.run("validate", (held_out, answers))["right"].item()
         engine = executor.engine("train")
     facts = model.mixture.statistics()

@@ -2,63 +2,56 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Any
+
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch.collectives.rowless import Rowless
 from anabranch.liveness.group import Group
 from anabranch.liveness.peers import Peers
-from anabranch.testing import LocalJob
-
-JOB = """
-import json, os, sys, time
-from datetime import timedelta
-import torch
-import torch.distributed as dist
-from torch import nn
-import anabranch as ab
-
-dist.init_process_group("gloo")
-rank, world = dist.get_rank(), dist.get_world_size()
-EMPTY, HOW, MODE = {empty}, {how!r}, {mode!r}
-
-def loss(model, batch):
-    output = model(batch)
-    if HOW == "by anabranch":
-        total = ab.all_reduce(output.sum(0))
-    elif HOW == "by torch":
-        total = output.detach().sum(0)
-        dist.all_reduce(total)
-    else:
-        total = 0.0
-    return (output - total).square().mean()
-
-model = nn.Linear(3, 2)
-step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
-said, losses = "", []
-default = dist.group.WORLD._get_backend(torch.device("cpu"))
-before = default.options._timeout
-try:
-    with ab.Executor(step, MODE, engine="tape", timeout=60.0, heartbeat=0.2) as executor:
-        for run in range(3):
-            if run == 1:  # a wait that ends soon, once all have met
-                executor._workers.timeout, executor._workers.rowless._limit = 3.0, timedelta(seconds=1.5)
-            rows = 0 if run == 1 and rank == EMPTY else 4
-            losses.append(executor.run(batch=torch.ones(rows, 3))["loss"].item())
-except ab.BoundaryError as error:
-    said = f"{{type(error).__name__}} {{error}}"
-assert default.options._timeout == before
-print(json.dumps({{"said": said, "runs": len(losses)}}), flush=True)
-os._exit(0)
-"""
+from toys import run_in_job
 
 
-def in_a_job(how: str, mode: str = "AllReduce", *, workers: int = 2, empty: int = 1) -> list[dict[str, object]]:
-    servers = 0 if mode == "AllReduce" else 1
-    job = LocalJob(workers, servers)
-    found = job.run_source(JOB.format(empty=empty, how=how, mode=mode)).check().results
-    return [result for result in found if result is not None]
+def in_three_runs(how: str, mode: str, empty: int) -> dict[str, Any]:
+    """A worker's error and losses; the worker ``empty`` has no rows in the second run."""
+    dist.init_process_group("gloo")
+    rank, model = dist.get_rank(), nn.Linear(3, 2)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        output = model(batch)
+        total: Tensor | float = 0.0
+        if how == "by anabranch":
+            total = ab.all_reduce(output.sum(0))
+        elif how == "by torch":
+            dist.all_reduce(total := output.detach().sum(0))
+        return (output - total).square().mean()
+
+    step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    said, losses = "", []
+    assert dist.group.WORLD is not None
+    options = dist.group.WORLD._get_backend(torch.device("cpu")).options
+    before = options._timeout
+    try:
+        with ab.Executor(step, mode, engine="tape", timeout=60.0, heartbeat=0.2) as executor:
+            for run in range(3):
+                if run == 1:  # a wait that ends soon, once all have met
+                    executor._workers.timeout, executor._workers.rowless._limit = 3.0, timedelta(seconds=1.5)
+                rows = 0 if run == 1 and rank == empty else 4
+                losses.append(executor.run(batch=torch.ones(rows, 3))["loss"].item())
+    except ab.BoundaryError as error:
+        said = f"{type(error).__name__} {error}"
+    assert options._timeout == before
+    return {"said": said, "runs": len(losses)}
+
+
+def in_a_job(how: str, mode: str = "AllReduce", *, workers: int = 2, empty: int = 1) -> list[dict[str, Any]]:
+    job = run_in_job(in_three_runs, workers, how, mode, empty, servers=0 if mode == "AllReduce" else 1)
+    return [result["returned"] for result in job.results if result is not None]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +68,7 @@ def test_where_the_loss_waits_for_a_worker_without_rows_all_are_told_which(
     how: str, mode: str, workers: int, empty: int
 ) -> None:
     for found in in_a_job(how, mode, workers=workers, empty=empty):
-        assert str(found["said"]).startswith(f"BoundaryError rank {empty} had no rows"), found
+        assert found["said"].startswith(f"BoundaryError rank {empty} had no rows"), found
         assert found["runs"] == 1
 
 

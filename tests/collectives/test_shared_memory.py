@@ -128,51 +128,31 @@ def trained(name: str, accumulate: int = 1, sparse: bool = False) -> list[Any]:
 
 
 def trained_both_ways() -> list[list[list[Any]]]:
-    """By memory and over gloo, dense and sparse, in windows and without."""
+    """By memory and over gloo, dense and sparse, in windows and without; last on several hosts, and in half types."""
     found = []
     for way in product((1, 2), (True, False)):
         with pytest.MonkeyPatch.context() as patch:
             found.append([trained("float64", *way)])
             patch.setattr(Workers, "hosts", [])
             found[-1].append(trained("float64", *way))
-    return found
+    halves = [trained(name) for name in ("float16", "bfloat16")]
+    pretend_hosts()
+    return [[*found, [trained("float64", 2, False), found[-1][1]]], halves]
 
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_training_gives_the_parameters_that_it_gives_over_gloo(workers: int) -> None:
-    first, *_ = everyone = in_job(trained_both_ways, workers)
-    for rank in everyone:
+    """Half types are summed in float32 numbers, and over gloo."""
+    (first, halves), *_ = everyone = in_job(trained_both_ways, workers)
+    for rank, mine in everyone:
         for (by_memory, over_gloo), (of_first, _) in zip(rank, first, strict=True):
             used, left, gradients, values = by_memory
             assert (used, left, over_gloo[0]) == (True, 0, False)  # an executor takes the memory with it
             assert values == of_first[3] == pytest.approx(over_gloo[3], rel=0, abs=1e-12)
             assert gradients == [None if one is None else pytest.approx(one, abs=1e-12) for one in over_gloo[2]]
-
-
-def of_half_types() -> list[list[Any]]:
-    return [trained(name) for name in ("float16", "bfloat16")]
-
-
-def trained_over_hosts() -> list[list[Any]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Workers, "hosts", [])
-        over_gloo = trained("float64")
-    pretend_hosts()
-    return [trained("float64"), over_gloo]
-
-
-def test_training_over_several_hosts_gives_the_same_parameters() -> None:
-    (first, expected), *_ = everyone = in_job(trained_over_hosts, 3)
-    for (used, left, _, values), _ in everyone:
-        assert (used, left) == (True, 0)
-        assert values == first[3] == pytest.approx(expected[3], rel=0, abs=1e-12)
-
-
-def test_half_types_are_summed_as_before() -> None:
-    """In a sum of float32 numbers, and over gloo."""
-    for (used, *_, values), (*_, others) in zip(*in_job(of_half_types, 2), strict=True):
-        assert used
-        assert values == others
+        for (used, *_, values), (*_, others) in zip(mine, halves, strict=True):
+            assert used
+            assert values == others
 
 
 def gathered() -> list[bool]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import json
-import re
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from test_page import data_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -258,9 +257,7 @@ def test_pages_and_drawings_show_boundaries_in_their_colour(tmp_path: Path) -> N
     program = StepProgram(model, loss, [torch.optim.SGD(model.parameters(), lr=0.1)])
     program.run(torch.randn(3, 4))
     program.graph.to_html(tmp_path / "graph.html")
-    found = re.search(r'type="application/json">(.*?)</script>', (tmp_path / "graph.html").read_text(), re.DOTALL)
-    assert found is not None
-    nodes = [node for node in json.loads(found[1])["nodes"] if node["boundary"]]
+    nodes = [node for node in data_of(tmp_path / "graph.html")["nodes"] if node["boundary"]]
     assert [(node["label"], node["phase"], node["boundary"]) for node in nodes] == [
         ("fake_forward", "forward", "fake ffn.3"),
         ("fake_backward", "backward", "fake ffn.3"),

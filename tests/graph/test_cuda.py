@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from anabranch.graph import StepProgram, capture
 from anabranch.graph.run import cuda_graphs
+from plain_loop import mean_square
+from toys import plain_step
 
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -109,19 +111,13 @@ def train(graph: bool, steps: int = 8, move: int | None = None) -> list[Tensor]:
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 1)).cuda()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    program = StepProgram(model, lambda m, x: m(x).square().mean(), [optimizer])
+    program = StepProgram(model, mean_square, [optimizer])
     batches = [torch.randn(6 if step % 4 else 3, 8, device="cuda") for step in range(3 * steps)]
     losses = []
     for step, x in enumerate(batches):
         if step == move:
             model[0].weight.data = model[0].weight.data.clone()
-        if graph:
-            losses.append(program.run(x)["loss"])
-        else:
-            optimizer.zero_grad()
-            losses.append(model(x).square().mean())
-            losses[-1].backward()
-            optimizer.step()
+        losses.append(program.run(x)["loss"] if graph else plain_step(model, mean_square, optimizer, x))
         scheduler.step()
     return [*losses, *model.state_dict().values(), torch.cuda.get_rng_state()]  # type: ignore[list-item]
 
@@ -155,13 +151,7 @@ def noisy(graph: bool) -> list[Tensor]:
     program, losses = StepProgram(model, loss, [optimizer]), []
     for _ in range(12):
         x = torch.randn(6, 8, generator=generator).cuda()
-        if graph:
-            losses.append(program.run(x)["loss"])
-        else:
-            optimizer.zero_grad()
-            losses.append(loss(model, x))
-            losses[-1].backward()
-            optimizer.step()
+        losses.append(program.run(x)["loss"] if graph else plain_step(model, loss, optimizer, x))
     return [value.detach().cpu() for value in losses]  # type: ignore[union-attr]
 
 

@@ -87,24 +87,20 @@ def run_as_graph(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "read"),
+    ("held", "read", "message"),
     [
-        (np.array(2.0), lambda m: float(m.held)),
-        (np.float64(2.0), lambda m: m.held),
-        (np.int64(2), lambda m: int(m.held)),
+        (np.array(2.0), lambda m: float(m.held), "reads held, a NumPy value"),
+        (np.float64(2.0), lambda m: m.held, "reads held, a NumPy value"),
+        (np.int64(2), lambda m: int(m.held), "reads held, a NumPy value"),
+        (np.bool_(True), lambda m: 2.0 if m.held else 1.0, ".*branch.*held: graph input"),
     ],
-    ids=["array", "float64", "int64"],
+    ids=["array", "float64", "int64", "bool"],
 )
-def test_numpy_values_read_as_numbers_are_refused_with_the_line(held: object, read: Callable[[Any], Any]) -> None:
-    line = r"test_inlined_code.py:\d+: the step reads held, a NumPy value"
-    with pytest.raises(ab.CaptureError, match=line):
+def test_numpy_values_read_as_numbers_are_refused_with_the_line_and_the_name(
+    held: object, read: Callable[[Any], Any], message: str
+) -> None:
+    with pytest.raises(ab.CaptureError, match=rf"(?s)test_inlined_code.py:\d+: the step {message}"):
         run_as_graph(Model(read, held))
-
-
-def test_a_branch_on_a_numpy_bool_is_refused_with_the_line_and_the_name() -> None:
-    model = Model(lambda m: 2.0 if m.held else 1.0, np.bool_(True))
-    with pytest.raises(ab.CaptureError, match=r"(?s)test_inlined_code.py:\d+: the step .*branch.*held: graph input"):
-        run_as_graph(model)
 
 
 MODULE = """

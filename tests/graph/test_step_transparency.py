@@ -70,6 +70,7 @@ OPTIMIZERS: list[Callable[..., torch.optim.Optimizer]] = [
     lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5, centered=True, weight_decay=0.1, foreach=True),
     lambda p: torch.optim.NAdam(p, lr=0.1, weight_decay=0.1, decoupled_weight_decay=True),
     lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1)),
+    lambda p: torch.optim.SGD([{"params": [q], "lr": 0.1 * k} for k, q in enumerate(p, 1)], momentum=0.5),
 ]
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]] = {
     "exponential": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.7),
@@ -191,14 +192,6 @@ def test_an_optimizer_that_branches_on_its_steps_steps_behind_the_graph() -> Non
     assert "RAdam.step does something that a graph cannot" in str(program.refused_update)
 
 
-def test_several_optimizers_and_groups_keep_their_own_rates() -> None:
-    def optimizers(model: Any) -> Optimizers:
-        groups = [{"params": [model[0].weight], "lr": 0.3}, {"params": [model[0].bias], "weight_decay": 0.1}]
-        return [torch.optim.Adam(groups, lr=0.01), torch.optim.SGD(model[2].parameters(), lr=0.2, momentum=0.5)]
-
-    check_engine(mlp, optimizers, batches(6))
-
-
 SPARSE: list[Callable[..., torch.optim.Optimizer]] = [torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam]
 
 
@@ -232,17 +225,6 @@ class Bags(nn.Module):
 def test_sparse_bags_and_repeated_lookups_are_updated_as_eager_does(mode: str) -> None:
     forms = ("rows", "offsets", "twice", "padding")
     check_engine(lambda: Together(Bags(form, mode) for form in forms), sgd, batches(6, 6, 3))
-
-
-def test_modes_frozen_parameters_and_group_numbers_make_new_graphs() -> None:
-    def change(k: int, model: Any, optimizers: Optimizers) -> None:
-        if k == 1:
-            model[1].eval()
-            optimizers[0].param_groups[0]["betas"] = (0.5, 0.9)
-        else:
-            next(model.parameters()).requires_grad_(False)
-
-    check_engine(normed, adam, batches(6), change=change)
 
 
 def test_a_loaded_optimizer_state_is_used() -> None:

@@ -112,12 +112,13 @@ class _DenseBucket:
         self.arrived.clear()
         self.pending = None
 
+    @property
     def complete(self) -> bool:
         return len(self.arrived) == len(self.parameters)
 
     def put(self, index: int, gradient: Tensor) -> Tensor | None:
         """Take a gradient, to be copied with the bucket's others: a few operations a bucket, not one per parameter."""
-        self.taken.append((index, gradient))
+        self.taken.append((index, gradient if gradient.layout is torch.strided else gradient.to_dense()))
         return None if self.widened else self.slots[index]
 
     def copy(self, weight: float) -> None:
@@ -272,18 +273,17 @@ class GradientBuckets:
     def ready(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
         """Take a final gradient; the callback to attach to every parameter."""
         where = self._where[parameter]
-        is_dense, slot = gradient.layout is torch.strided, None
+        slot = None
         if isinstance(where, SparseGradient):
-            (where.add_dense if is_dense else where.add)(gradient, self._weight)
-            where.has_arrived = True
+            where.add(gradient, self._weight)
         else:
             bucket, index = where
-            slot = bucket.put(index, gradient if is_dense else gradient.to_dense())
+            slot = bucket.put(index, gradient)
             bucket.arrived.add(index)
-            if not bucket.complete():
+            if not bucket.complete:
                 return slot
             bucket.copy(self._weight)
-        while self._launching and self._launched < len(self._parts) and self._parts[self._launched].complete():
+        while self._launching and self._launched < len(self._parts) and self._parts[self._launched].complete:
             self._launch()
         return slot
 
@@ -292,7 +292,7 @@ class GradientBuckets:
         for bucket in self._buckets if self.at_end else ():
             for index, parameter in enumerate(bucket.parameters):
                 if (gradient := parameter.grad) is not None and index not in bucket.arrived:
-                    slot = bucket.put(index, gradient if gradient.layout is torch.strided else gradient.to_dense())
+                    slot = bucket.put(index, gradient)
                     if slot is not None and not self._launching:
                         parameter.grad = slot  # the window's sum so far, as a hook leaves it
 

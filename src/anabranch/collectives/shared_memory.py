@@ -103,20 +103,20 @@ def _load(typing: Any, words: Any, at: Any) -> Any:
     return types.uint32(words, at), generate
 
 
-@_instruction
-def _add(typing: Any, words: Any, at: Any, value: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", _pointer(context, builder, signature, args), args[2], "seq_cst")
+def _changing(operation: str) -> Callable[..., Any]:
+    """Return a function that changes a word by ``operation`` and returns what it was before."""
 
-    return types.uint32(words, at, types.uint32), generate
+    @_instruction
+    def change(typing: Any, words: Any, at: Any, value: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.atomic_rmw(operation, _pointer(context, builder, signature, args), args[2], "seq_cst")
+
+        return types.uint32(words, at, types.uint32), generate
+
+    return change
 
 
-@_instruction
-def _set_bits(typing: Any, words: Any, at: Any, value: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.atomic_rmw("or", _pointer(context, builder, signature, args), args[2], "seq_cst")
-
-    return types.uint32(words, at, types.uint32), generate
+_add, _set_bits = _changing("add"), _changing("or")
 
 
 @_instruction

@@ -15,6 +15,8 @@ is the result dense on all of them, as in the plain loop.
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
@@ -63,23 +65,18 @@ class SparseGradient:
         self._merged: Tensor | None = None
         self.shared: SharedSum | None = None
         self._room: SharedSum | None = None
-        self.has_dense = self.has_arrived = False
+        self.has_dense = False
+        self.complete = False  # the run's gradient has arrived
 
     def start_run(self) -> None:
         """Wait for the gradient of another run."""
-        self.has_arrived = False
-
-    def complete(self) -> bool:
-        """Return True if the run's gradient has arrived."""
-        return self.has_arrived
-
-    def add_dense(self, gradient: Tensor, weight: float) -> None:
-        """Take one run's gradient that autograd made dense."""
-        self.has_dense = True
-        self.add(gradient.to_sparse(1), weight)
+        self.complete = False
 
     def add(self, gradient: Tensor, weight: float) -> None:
-        """Take one run's gradient times ``weight``."""
+        """Take one run's gradient times ``weight``, also one that autograd made dense."""
+        self.complete = True
+        if gradient.layout is torch.strided:
+            self.has_dense, gradient = True, gradient.to_sparse(1)
         if gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
             raise TypeError(
                 f"the gradient of {self.name!r} has layout {gradient.layout}; sparse gradients are COO, of whole rows"
@@ -87,20 +84,9 @@ class SparseGradient:
         gradient = gradient.to(summing_dtype(self.parameter))
         self._parts.append(gradient if weight == 1.0 else gradient * weight)
 
-    def parts(self) -> Tensor | None:
-        """Return the rows taken so far, merged; ``None`` when there were none."""
-        if not self._parts:
-            return None
-        total = self._parts[0]
-        for part in self._parts[1:]:
-            total = total + part
-        merged = total.coalesce()
-        self._parts = [merged]
-        return merged
-
     def launch(self, step: int | None) -> None:
         """Start telling the other workers how many rows this one has."""
-        self._merged = self.parts()
+        self._merged = reduce(torch.add, self._parts).coalesce() if self._parts else None
         if self._workers is None:
             return
         mine = _NO_GRADIENT if self._merged is None else self._merged._nnz()

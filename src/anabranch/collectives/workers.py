@@ -457,13 +457,11 @@ class Workers(Group):
         began = time.monotonic()
         try:
             self.wait(done, operation, deadline, step=step, at_once=not on_host, noticed=noticed)
-        except PeerLost:
+        except (PeerLost, RuntimeError) as error:
             if isinstance(noticed, _Comparison):
                 noticed.last()
-            raise
-        except RuntimeError as error:
-            if isinstance(noticed, _Comparison):
-                noticed.last()
+            if isinstance(error, PeerLost):
+                raise
             raise self.explain(error, operation, deadline, step=step) from None
         except BaseException:  # the deadline, or Ctrl-C: gloo goes on
             self.has_left_work = True

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
@@ -17,7 +17,7 @@ from anabranch.graph.dynamo.front import DynamoFront, TracedCall
 from anabranch.graph.dynamo.refusals import refuse_hooks
 from anabranch.graph.dynamo.traced_calls import run_calls
 from anabranch.graph.graph import Graph
-from anabranch.graph.operation_graph import Entries, InputKind
+from anabranch.graph.operation_graph import Entries
 from anabranch.graph.trace import TraceRecorder, TraceSource, build, free_name
 from anabranch.tensors import Structure, flatten, map_structure, paths, unflatten
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from optree import PyTreeSpec
 
 _SETTINGS = {"side_effect_replay_policy": "error"}
+
+_Run: TypeAlias = "tuple[TracedCall, tuple[object, ...], list[object]]"
+"""Dynamo's calls, the values of its placeholders, and an object that stands for each result."""
 
 
 def capture(fn: Callable[..., Structure], *example_inputs: Structure) -> Graph:
@@ -62,37 +65,31 @@ def capture(fn: Callable[..., Structure], *example_inputs: Structure) -> Graph:
         if isinstance(root, nn.Module):
             refuse_hooks({module: name for name, module in root.named_modules()}, {})
             learn_forms(root.modules())
-    found: list[_Found] = []
+    runs: list[_Run] = []
 
     def make(call: TracedCall) -> Callable[..., Sequence[object]]:
         def run(*args: object) -> Sequence[object]:
-            found.append(_Found(call, args, _stand_ins(call)))
-            return found[-1].results
+            (results,) = call.module.graph.output_node().args
+            # Dynamo puts the results into the function's own structure, where these are recognised by identity.
+            stand_ins = [torch.empty(0, device="cpu") if isinstance(r, fx.Node) else r for r in results]  # type: ignore[union-attr]
+            runs.append((call, args, stand_ins))
+            return stand_ins
 
         return run
 
-    given, seen = _numbers_as_tensors(fn, example_inputs)
+    inputs, seen = _numbers_as_tensors(fn, example_inputs)
     settings = _SETTINGS if seen is fn else {**_SETTINGS, "capture_scalar_outputs": True}
-    result = DynamoFront(seen, make, what="the function", settings=settings).run((), *given)
-    if not found:
+    result = DynamoFront(seen, make, what="the function", settings=settings).run((), *inputs)
+    if not runs:
         raise CaptureError("the function computes nothing from tensors; there is no graph to capture")
-    graph, treedef = _traced(fn, found[-1], given, leaves, names, result)
+    graph, treedef = _traced(fn, runs[-1], inputs, leaves, names, result)
     fixed = {name: leaf for name, leaf in zip(names, leaves, strict=True) if not isinstance(leaf, (Tensor, float))}
     entries = _entries(fn, {tensor for _, tensor in graph.shared()})
-    inputs = [replace(one, fixed=fixed.get(one.name), entries=entries) for one in graph.bindings]
-    graph = Graph(graph.fx, inputs, graph.outputs)
+    bindings = [replace(one, fixed=fixed.get(one.name), entries=entries) for one in graph.bindings]
+    graph = Graph(graph.fx, bindings, graph.outputs)
     graph.argument_structure, graph.output_structure = structure, treedef
     graph.origin = _recapture(fn, example_inputs)
     return graph
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """Dynamo's findings, the values of its placeholders, and a tensor that stands for each result."""
-
-    call: TracedCall
-    args: tuple[object, ...]
-    results: Sequence[object]
 
 
 def _numbers_as_tensors(
@@ -112,18 +109,10 @@ def _numbers_as_tensors(
     return map_structure(wrapped, inputs), with_numbers
 
 
-def _stand_ins(call: TracedCall) -> list[object]:
-    """Return placeholder objects for the results, found again by identity in the structure that the function
-    returns.
-    """
-    (results,) = call.module.graph.output_node().args
-    return [torch.empty(0, device="cpu") if isinstance(result, fx.Node) else result for result in results]  # type: ignore[union-attr]
-
-
 def _traced(
     fn: Callable[..., Structure],
-    found: _Found,
-    given: tuple[Structure, ...],
+    run: _Run,
+    inputs: tuple[Structure, ...],
     leaves: Sequence[object],
     names: Sequence[str],
     result: Structure,
@@ -132,12 +121,13 @@ def _traced(
 
     It takes the function's own inputs, then the state that it reads, each tensor once.
     """
-    state, kinds = _named_state(fn), dict[str, InputKind]()
+    call, args, stand_ins = run
+    state = _named_state(fn)
     sources = [
         TraceSource(name, leaf if isinstance(leaf, Tensor) else float(leaf))  # type: ignore[arg-type]
         for name, leaf in zip(names, leaves, strict=True)
     ]
-    at = {id(leaf): index for index, leaf in enumerate(flatten(given)[0]) if isinstance(leaf, Tensor)}
+    at = {id(leaf): index for index, leaf in enumerate(flatten(inputs)[0]) if isinstance(leaf, Tensor)}
 
     def source_of(shown: str, value: object) -> int | None:
         if not isinstance(value, Tensor):
@@ -146,25 +136,24 @@ def _traced(
             name = free_name(state.get(value, shown), sources)
             if value.is_conj():  # a trace shows it as a tensor like others
                 raise CaptureError(f"{name} is a conjugate that was never computed; keep tensor.conj().resolve_conj()")
-            kinds[name] = "buffer" if value in state else "constant"
             at[id(value)] = len(sources)
-            sources.append(TraceSource(name, value, state=True))
+            sources.append(TraceSource(name, value, "buffer" if value in state else "constant"))
         return at[id(value)]
 
-    read = set(map(id, found.args))
+    read = set(map(id, args))
     for tensor in state:  # in the modules' own order
         if id(tensor) in read:
             source_of("", tensor)
-    place = list(map(source_of, found.call.names, found.args))
+    place = list(map(source_of, call.names, args))
     floats = {index for index, leaf in enumerate(leaves) if isinstance(leaf, float)}
-    call = replace(found.call, numbers=frozenset(i for i, index in enumerate(place) if index in floats))
+    call = replace(call, numbers=frozenset(i for i, index in enumerate(place) if index in floats))
     refuse_hooks({}, {source.name: source.value for source in sources if isinstance(source.value, Tensor)})
     order, treedef = flatten(result)
-    of_result = {id(value): index for index, value in enumerate(found.results)}
+    of_result = {id(value): index for index, value in enumerate(stand_ins)}
 
     def body(values: Sequence[Tensor | float], recorder: TraceRecorder) -> Sequence[object]:
-        args = [found.args[i] if index is None else values[index] for i, index in enumerate(place)]
-        results, _ = run_calls(call, args, recorder)
+        traced = [args[i] if index is None else values[index] for i, index in enumerate(place)]
+        results, _ = run_calls(call, traced, recorder)
         outputs: list[object] = []
         for leaf in order:
             if id(leaf) in of_result:
@@ -174,7 +163,7 @@ def _traced(
         return outputs
 
     named = [f"output.{path}" if path else "output" for path in paths(result)]
-    return build(body, sources, named, kinds=kinds), treedef
+    return build(body, sources, named), treedef
 
 
 def _named_state(fn: Callable[..., Structure]) -> dict[Tensor, str]:

@@ -17,9 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from anabranch.autodiff.boundary.crossing import (
     Boundary,
@@ -27,7 +25,6 @@ from anabranch.autodiff.boundary.crossing import (
     cross,
     current_tracer,
     in_own_memory,
-    outside_tracing,
     run_backward,
     run_forward,
 )
@@ -40,7 +37,6 @@ class Crossing:
     def __init__(self, boundary: Boundary, wants: Sequence[bool] | None, phase: str) -> None:
         self.boundary = boundary
         self.wants = None if wants is None else tuple(wants)
-        self.phase = phase
         self.__name__ = f"{boundary.kind}_{phase}"
 
     @property
@@ -59,10 +55,6 @@ class ForwardCrossing(Crossing):
     def __call__(self, inputs: Sequence[Tensor | None]) -> tuple[object, ...]:
         if current_tracer() is not None:
             return *cross(self.boundary, *inputs), None
-        if any(isinstance(value, FakeTensor) for value in inputs):
-            with outside_tracing():
-                forms = self.boundary.forms(inputs)
-            return *(torch.empty(form.shape, dtype=form.dtype, device=form.device) for form in forms), None
         crossed = run_forward(self.boundary, inputs, self.wants)
         for index, (output, form) in enumerate(zip(crossed.outputs, self._forms, strict=True)):
             if tuple(output.shape) != form.shape or output.dtype != form.dtype:
@@ -87,17 +79,14 @@ class BackwardCrossing(Crossing):
         self, state: object, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
     ) -> tuple[Tensor, ...]:
         assert self.wants is not None
-        wanted = [value for value, want in zip(inputs, self.wants, strict=True) if want and value is not None]
         if current_tracer() is not None:
             raise CaptureError(f"the gradient of {self.label} cannot be differentiated again; use engine='tape'")
-        if any(isinstance(value, FakeTensor) for value in [*inputs, *gradients]):
-            return tuple(value.new_empty(value.shape) for value in wanted)
         answer = run_backward(self.boundary, state, inputs, gradients, self.wants, updates=self._updates)
         owned = in_own_memory(answer, [*inputs, *gradients])  # the graph reuses it
-        answered = [gradient for gradient, want in zip(owned, self.wants, strict=True) if want]
         return tuple(
-            like.new_zeros(like.shape) if gradient is None else gradient
-            for gradient, like in zip(answered, wanted, strict=True)
+            value.new_zeros(value.shape) if gradient is None else gradient
+            for gradient, value, want in zip(owned, inputs, self.wants, strict=True)
+            if want and value is not None
         )
 
 

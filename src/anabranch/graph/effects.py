@@ -17,12 +17,11 @@ from torch._ops import OpOverload
 
 from anabranch.graph.crossings import Crossing
 
-_BATCH_NORMS = {"aten::native_batch_norm": (3, 4), "aten::cudnn_batch_norm": (3, 4), "aten::miopen_batch_norm": (3, 4)}
+_BATCH_NORMS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
 # Views not declared in their schemas, and waits, which return the same tensor that they wait for.
 _UNDECLARED_VIEWS = {"aten::_unsafe_view", "aten::lift_fresh", "_c10d_functional::wait_tensor"}
 _UNDECLARED_VIEWS |= {"aten::unsafe_split", "aten::unsafe_split_with_sizes", "aten::unsafe_chunk"}
-_CHECKS = ("aten::_assert", "aten::_linalg_check_errors")
-_UNPREDICTABLE = (*_CHECKS, "aten::record_stream", "profiler::")
+_NOTICED = ("aten::_assert", "aten::_linalg_check_errors", "aten::record_stream")  # though nothing reads their result
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,8 @@ def _signature(op: OpOverload) -> _Signature:
     schema = op._schema
     names = tuple(argument.name for argument in schema.arguments)
     written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-    written.update(names[index] for index in _BATCH_NORMS.get(schema.name, ()))
+    if schema.name in _BATCH_NORMS:
+        written.update(names[3:5])  # the running statistics
     returned = set[str]()
     for result in schema.returns:
         if result.alias_info is not None:
@@ -124,18 +124,11 @@ class Effects:
                     self.root[node] = self.root[viewed]
             if name in signature.written:
                 written.extend(_nodes_in(value))
-        if written and self._really_writes(node):
-            self._writes[node] = tuple(written)
-            for target in written:
-                self.writers.setdefault(self.root[target], []).append(node)
-
-    @staticmethod
-    def _really_writes(node: fx.Node) -> bool:
-        op = node.target
-        assert isinstance(op, OpOverload)
-        if op._schema.name in _BATCH_NORMS:
-            return bool(node.args[5]) if len(node.args) > 5 else True
-        return True
+        if node.target._schema.name in _BATCH_NORMS and len(node.args) > 5 and not node.args[5]:  # not in training
+            return
+        self._writes[node] = tuple(written)
+        for target in written:
+            self.writers.setdefault(self.root[target], []).append(node)
 
     def written_by(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """Return the arguments that the node changes in place."""
@@ -147,5 +140,4 @@ class Effects:
             return True
         if not isinstance(node.target, OpOverload):
             return False
-        name = node.target._schema.name
-        return node.target.namespace == "_c10d_functional" or name.startswith(_UNPREDICTABLE)
+        return node.target.namespace == "_c10d_functional" or node.target._schema.name.startswith(_NOTICED)

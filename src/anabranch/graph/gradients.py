@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, fx
@@ -13,11 +13,8 @@ from anabranch.graph.graph import Graph
 from anabranch.graph.nodes import evaluate
 from anabranch.graph.operation_graph import Input
 from anabranch.graph.step.lookups import Lookup, SparseLookups
-from anabranch.graph.trace import TraceRecorder, TraceSource, UserMistake, build
+from anabranch.graph.trace import TraceRecorder, TraceSource, build
 from anabranch.tensors import flatten
-
-if TYPE_CHECKING:
-    from optree import PyTreeSpec
 
 InsertGrad = Sequence[Tensor] | Literal[True] | None
 
@@ -58,15 +55,14 @@ def gradients(
     if not wrt:
         raise ValueError("wrt is empty; name the inputs or nodes to differentiate with respect to")
     tape = _Tape(graph, outputs, wrt)
-    given = tape.arriving(insert_grad)
-    bindings = [*graph.bindings, *given]
+    arriving = tape.arriving(insert_grad)
+    bindings = [*graph.bindings, *arriving]
     sources = []
     for node, binding in zip(graph.placeholders, graph.bindings, strict=True):
         value = node.meta.get("val")
         sources.append(TraceSource(binding.name, value if isinstance(value, Tensor) else 1.0))
-    sources += [
-        TraceSource(binding.name, tape.example(name)) for binding, name in zip(given, tape.outputs, strict=False)
-    ]
+    for binding, name in zip(arriving, tape.outputs, strict=False):
+        sources.append(TraceSource(binding.name, tape.nodes[name].meta["val"]))
     names: list[str] = []
 
     def body(values: Sequence[Tensor], recorder: TraceRecorder) -> list[object]:
@@ -74,10 +70,10 @@ def gradients(
         results, names[:] = tape.run(values[: len(graph.bindings)], values[len(graph.bindings) :], recorder)
         return results
 
-    found = build(body, sources, names)
-    inputs = [*bindings, *found.bindings[len(bindings) :]]
-    merged = Graph(found.fx, inputs, names)
-    merged.output_structure = tape.structure()
+    traced = build(body, sources, names)
+    merged = Graph(traced.fx, [*bindings, *traced.bindings[len(bindings) :]], names)
+    results = [(0, 0) if f"{name}.grad.ids" in names else 0 for name in wrt]
+    merged.output_structure = flatten((*[0] * len(tape.outputs), *results))[1]
     if (origin := graph.origin) is not None:
         merged.origin = lambda shapes: gradients(cast(Graph, origin(shapes)), outputs, wrt, insert_grad)
     return merged
@@ -88,26 +84,17 @@ class _Tape:
 
     def __init__(self, graph: Graph, outputs: Sequence[str] | None, wrt: Sequence[str]) -> None:
         self._graph = graph
-        self._nodes = {node.name: node for node in graph.fx.nodes}
-        self._nodes.update({b.name: n for n, b in zip(graph.placeholders, graph.bindings, strict=True)})
+        self.nodes = {node.name: node for node in graph.fx.nodes}
+        self.nodes.update({b.name: n for n, b in zip(graph.placeholders, graph.bindings, strict=True)})
         results = {n: r for n, r in zip(graph.outputs, graph.results, strict=True) if isinstance(r, fx.Node)}
-        self._nodes.update(results)
+        self.nodes.update(results)
         self.outputs = list(outputs) if outputs is not None else [n for n, r in results.items() if _floats(r)]
-        self.wrt = list(wrt)
-        for name in [*self.outputs, *self.wrt]:
-            self._check(name)
-        self._sparse: set[str] = set()  # those of ``wrt`` that are looked up sparsely
-
-    def _check(self, name: str) -> None:
-        if name not in self._nodes:
-            raise NotFound(f"the graph has no {name!r}; inputs {self._graph.inputs}, outputs {self._graph.outputs}")
-        if not _floats(self._nodes[name]):
-            raise TypeError(f"{name!r} does not have a floating dtype, so it has no gradient")
-
-    def example(self, name: str) -> Tensor:
-        value = self._nodes[name].meta["val"]
-        assert isinstance(value, Tensor)
-        return value
+        self._wrt = list(wrt)
+        for name in [*self.outputs, *self._wrt]:
+            if name not in self.nodes:
+                raise NotFound(f"the graph has no {name!r}; inputs {graph.inputs}, outputs {graph.outputs}")
+            if not _floats(self.nodes[name]):
+                raise TypeError(f"{name!r} does not have a floating dtype, so it has no gradient")
 
     def arriving(self, insert_grad: InsertGrad) -> list[Input]:
         """Return the inputs that bring the gradients of the outputs."""
@@ -118,8 +105,8 @@ class _Tape:
         if len(insert_grad) != len(self.outputs):
             raise SchemaError(f"insert_grad has {len(insert_grad)} tensors for {len(self.outputs)} outputs")
         for name, tensor in zip(self.outputs, insert_grad, strict=True):
-            if tensor.shape != self.example(name).shape:
-                expected = tuple(self.example(name).shape)
+            expected = tuple(self.nodes[name].meta["val"].shape)
+            if tensor.shape != expected:
                 raise SchemaError(f"insert_grad for {name!r} has shape {tuple(tensor.shape)}, the output {expected}")
         return [Input(f"grad_{n}", "constant", t) for n, t in zip(self.outputs, insert_grad, strict=True)]
 
@@ -127,57 +114,37 @@ class _Tape:
         self, values: Sequence[Tensor], arriving: Sequence[Tensor], recorder: TraceRecorder
     ) -> tuple[list[object], list[str]]:
         """Return the outputs and the gradients, flat, and their names."""
-        targets = {self._nodes[name]: name for name in self.wrt}
+        targets = {self.nodes[name]: name for name in self._wrt}
         computed, lookups = self._replay(values, targets)
-        roots = [computed[self._nodes[name]] for name in self.outputs]
-        leaves = [*(computed[node] for node in targets), *(lookup.leaf for lookup in lookups), *recorder.entries]
-        arrived = self._differentiate(roots, leaves, arriving)
-        rows = list(zip(lookups, arrived[len(targets) :], strict=False))
-        self._sparse = {lookup.table for lookup in lookups}
-        results: list[object] = list(roots)
-        names = list(self.outputs)
-        for name, gradient in zip(self.wrt, arrived, strict=False):
-            if name in self._sparse:
-                if gradient is not None:
-                    raise CaptureError(
-                        f"the table {name!r} has both sparse lookups and dense uses, so its gradient is not a "
-                        "list of rows; make it sparse=False"
-                    )
-                results += self._pair(name, [(lookup, row) for lookup, row in rows if lookup.table == name])
-                names += [f"{name}.grad.ids", f"{name}.grad.rows"]
-            elif gradient is None:
-                raise _unreached(name, self.outputs)
-            else:
-                results.append(gradient)
-                names.append(f"{name}.grad")
-        return results, names
-
-    def _differentiate(
-        self, roots: Sequence[Tensor], leaves: Sequence[Tensor], arriving: Sequence[Tensor]
-    ) -> Sequence[Tensor | None]:
+        roots = [computed[self.nodes[name]] for name in self.outputs]
+        leaves = [computed[self.nodes[name]] for name in self._wrt]
+        leaves += [*(lookup.leaf for lookup in lookups), *recorder.entries]
         seeds = list(arriving) or [torch.ones_like(root) for root in roots]
         live = [(root, seed) for root, seed in zip(roots, seeds, strict=True) if root.requires_grad]
-        reachable = [leaf for leaf in leaves if leaf.requires_grad]
-        if not live or not reachable:
-            return [None] * len(leaves)
-        found = iter(
-            torch.autograd.grad([root for root, _ in live], reachable, [seed for _, seed in live], allow_unused=True)
-        )
-        return [next(found) if leaf.requires_grad else None for leaf in leaves]
-
-    def _pair(self, name: str, lookups: Sequence[tuple[Lookup, Tensor | None]]) -> list[Tensor]:
-        """Return the ids and their rows, zeros for those of the padding."""
-        reached = []
-        for lookup, rows in lookups:
-            if rows is not None:
-                if lookup.padding_idx >= 0:
-                    rows = rows.masked_fill((lookup.ids == lookup.padding_idx).unsqueeze(-1), 0)
-                reached.append((lookup.ids.reshape(-1), rows.reshape(-1, rows.shape[-1])))
-        if not reached:
-            raise _unreached(name, self.outputs)
-        if len(reached) == 1:
-            return list(reached[0])
-        return [torch.cat(parts) for parts in zip(*reached, strict=True)]
+        arrived: Sequence[Tensor | None] = [None] * len(leaves)
+        if live:
+            reached, arriving = zip(*live, strict=True)
+            arrived = torch.autograd.grad(reached, leaves, arriving, allow_unused=True)
+        rows = list(zip(lookups, arrived[len(self._wrt) :], strict=False))
+        results: list[object] = list(roots)
+        names = list(self.outputs)
+        for name, gradient in zip(self._wrt, arrived, strict=False):
+            looked_up = [(lookup, row) for lookup, row in rows if lookup.table == name]
+            if looked_up and gradient is not None:
+                raise CaptureError(
+                    f"the table {name!r} has both sparse lookups and dense uses, so its gradient is not a "
+                    "list of rows; make it sparse=False"
+                )
+            pairs = [_pair(lookup, row) for lookup, row in looked_up if row is not None]
+            if pairs:
+                results += pairs[0] if len(pairs) == 1 else [torch.cat(parts) for parts in zip(*pairs, strict=True)]
+                names += [f"{name}.grad.ids", f"{name}.grad.rows"]
+            elif gradient is not None:
+                results.append(gradient)
+                names.append(f"{name}.grad")
+            else:
+                raise NotFound(f"{name!r} is not reached: no gradient flows to it from {', '.join(self.outputs)}")
+        return results, names
 
     def _replay(
         self, values: Sequence[Tensor], targets: Mapping[fx.Node, str]
@@ -185,12 +152,12 @@ class _Tape:
         """Return the value of each node, and the sparse lookups in the targets."""
         computed: dict[fx.Node, Tensor] = {}
         cut = SparseLookups()
-        given = iter(values)
+        inputs = iter(values)
         for node in self._graph.fx.nodes:
             if node.op == "output":
                 continue
             with torch.set_grad_enabled(bool(node.meta.get("recorded", True))):
-                value: Any = next(given) if node.op == "placeholder" else cut.of_node(node, computed.__getitem__)
+                value: Any = next(inputs) if node.op == "placeholder" else cut.of_node(node, computed.__getitem__)
                 if value is NotImplemented:
                     value = evaluate(node, computed.__getitem__)
             if node in targets:
@@ -201,16 +168,14 @@ class _Tape:
             computed[node] = value
         return computed, cut.found
 
-    def structure(self) -> PyTreeSpec:
-        """Return the structure of a call's results."""
-        results = [0] * len(self.outputs) + [(0, 0) if name in self._sparse else 0 for name in self.wrt]
-        return flatten(tuple(results))[1]
+
+def _pair(lookup: Lookup, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the ids and their rows, zeros for those of the padding."""
+    if lookup.padding_idx >= 0:
+        rows = rows.masked_fill((lookup.ids == lookup.padding_idx).unsqueeze(-1), 0)
+    return lookup.ids.reshape(-1), rows.reshape(-1, rows.shape[-1])
 
 
 def _floats(node: fx.Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-
-
-def _unreached(name: str, outputs: Sequence[str]) -> UserMistake:
-    return UserMistake(f"{name!r} is not reached: no gradient flows to it from {', '.join(outputs)}")

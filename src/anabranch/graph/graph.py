@@ -94,8 +94,7 @@ class Graph(OperationGraph):
         Raises:
             ValueError: if no choice of recomputation that was found fits; the message gives the least peak reached.
 
-        Source: min-cut rematerialisation (Jain et al., "Checkmate", 2020; He and Yu, "Transcending runtime-memory
-        tradeoffs in checkpointing by being fusion aware", 2023).
+        Source: checkpoints between segments (Chen et al., "Training deep nets with sublinear memory cost", 2016).
         """
         return recompute(self, budget_bytes)
 

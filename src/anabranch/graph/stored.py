@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
@@ -34,7 +34,7 @@ from anabranch.tensors.tree_codec import decode, encode
 if TYPE_CHECKING:
     from optree import PyTreeSpec
 
-_FORMAT = "anabranch graph 2"
+_FORMAT = "anabranch graph 3"
 _KEY = "graph"
 _PYTHON: dict[str, Callable[..., Any]] = {
     f"{module.__name__}.{name}": getattr(module, name)
@@ -56,9 +56,10 @@ _SETTINGS: dict[str, Any] = {
 
 def save(graph: OperationGraph, path: Path) -> None:
     """See ``Graph.save``."""
-    tensors: dict[str, Tensor] = {}
     places: dict[Tensor, str] = {}
-    storages = [tensor.untyped_storage().data_ptr() for tensor in {t for _, t in graph.shared()} if tensor.numel()]
+    for node, tensor in graph.shared():
+        places.setdefault(tensor, node.name)
+    storages = [tensor.untyped_storage().data_ptr() for tensor in places if tensor.numel()]
     if len(set(storages)) < len(storages):
         raise ValueError(
             "tensors of the graph's state share memory, which a file does not record; capture the graph of a model "
@@ -68,7 +69,7 @@ def save(graph: OperationGraph, path: Path) -> None:
     bindings = iter(graph.bindings)
     for node in graph.fx.nodes:
         if node.op == "placeholder":
-            nodes.append(_placeholder(node, next(bindings), tensors, places))
+            nodes.append(_placeholder(node, next(bindings), places))
         elif node.op == "call_function":
             if not isinstance(node.meta.get("val"), (Tensor, tuple, list, type(None))):
                 raise ValueError(
@@ -86,7 +87,8 @@ def save(graph: OperationGraph, path: Path) -> None:
         "arguments": _structure(graph.argument_structure),
         "returned": _structure(graph.output_structure),
     }
-    _write(path, tensors, msgspec.json.encode(described).decode())
+    state = {name: tensor.detach().contiguous() for tensor, name in places.items()}
+    _write(path, state, msgspec.json.encode(described).decode())
 
 
 def _write(path: Path, tensors: dict[str, Tensor], text: str) -> None:
@@ -100,33 +102,28 @@ def _write(path: Path, tensors: dict[str, Tensor], text: str) -> None:
         raise
 
 
-def _placeholder(
-    node: fx.Node, binding: Input, tensors: dict[str, Tensor], places: dict[Tensor, str]
-) -> dict[str, object]:
-    example = node.meta.get("val")
-    described: dict[str, object] = {"name": node.name, "input": binding.name, "kind": binding.kind}
-    if binding.bound is not None:
-        if binding.bound not in places:
-            place = places[binding.bound] = f"state.{len(places)}"
-            tensors[place] = binding.bound.detach().contiguous()
-        described["bound"] = places[binding.bound]
-        described["trains"] = binding.bound.requires_grad
-        described["parameter"] = isinstance(binding.bound, nn.Parameter)
-        described["stride"] = list(torch.empty_like(binding.bound, device="meta").stride())
+def _placeholder(node: fx.Node, binding: Input, places: Mapping[Tensor, str]) -> dict[str, object]:
+    example, bound, parts = node.meta.get("val"), binding.bound, list[object]()
+    if bound is not None:
+        parts = [bound.shape, torch.empty_like(bound, device="meta").stride(), bound.dtype, "cpu"]
     elif isinstance(example, Tensor):
         parts = [example.shape, example.stride(), example.dtype, example.device]
-        described["example"] = encode(parts, partial(_stand_in, node))
-    else:
-        described["number"] = "int" if isinstance(example, (int, torch.SymInt)) else "float"
-        described["value"] = _hint(example)
-    if binding.fixed is not None:
-        described["fixed"] = encode(binding.fixed)
-    return described
+    return {
+        "name": node.name,
+        "input": binding.name,
+        "kind": binding.kind,
+        "fixed": encode(binding.fixed),
+        "bound": None if bound is None else [places[bound], bound.requires_grad],
+        "example": encode(parts or _hint(example), partial(_stand_in, node)),
+    }
 
 
-def _hint(value: object) -> float:
-    found = value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat)) else value
-    return cast(float, 1.0 if found is None else found)
+def _hint(value: object) -> object:
+    """Return ``value``, or the example of a number that is known only during a run."""
+    if not isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return value
+    kind = int if isinstance(value, torch.SymInt) else float
+    return kind(1 if value.node.hint is None else value.node.hint)
 
 
 def _target_name(node: fx.Node) -> str:
@@ -186,7 +183,7 @@ def load(path: Path, kind: type[AnyGraph]) -> AnyGraph:
         return _made(described, state, kind)
     except (CheckpointError, FileNotFoundError):
         raise
-    except (SafetensorError, msgspec.DecodeError, LookupError, TypeError, ValueError, RuntimeError, OSError) as error:
+    except Exception as error:
         raise CheckpointError(f"{path} does not hold a complete graph: {type(error).__name__}: {error}") from error
 
 
@@ -194,36 +191,22 @@ def _made(described: Mapping[str, Any], state: Mapping[str, Tensor], kind: type[
     graph, known = fx.Graph(), dict[str, fx.Node]()
     bound: dict[str, Tensor] = {}
     inputs = [_input(one, state, bound) for one in described["nodes"] if "target" not in one]
-    placed = iter(inputs)
     # An operator without a form for fake tensors would run in earnest, on zeros.
-    with FakeTensorMode(allow_fallback_kernels=False) as mode, torch.no_grad():
+    with FakeTensorMode(allow_fallback_kernels=False), torch.no_grad():
         for one in described["nodes"]:
             if "target" in one:
-                node = _call(graph, one, known)
-                node.meta["val"] = _example_of(node)
+                args, kwargs = _arguments(one["args"], known)
+                node = graph.create_node("call_function", _target(one["target"]), args, kwargs, one["name"])
+                node.meta.update(one["meta"])
+                node.meta["val"] = evaluate(node, lambda source: source.meta["val"])
             else:
                 node = graph.placeholder(one["name"])
-                tensor = next(placed).bound
-                node.meta["val"] = _example(one) if tensor is None else mode.from_tensor(tensor)
+                node.meta["val"] = _example(one)
             known[one["name"]] = node
     graph.output(tuple(_arguments(described["results"], known)))
     made = kind(graph, inputs, described["outputs"])
     made.argument_structure, made.output_structure = _treedef(described["arguments"]), _treedef(described["returned"])
     return made
-
-
-def _call(graph: fx.Graph, one: Mapping[str, Any], known: Mapping[str, fx.Node]) -> fx.Node:
-    args, kwargs = _arguments(one["args"], known)
-    node = graph.create_node("call_function", _target(one["target"]), args, kwargs, one["name"])
-    node.meta.update(one["meta"])
-    return node
-
-
-def _example_of(node: fx.Node) -> object:
-    try:
-        return evaluate(node, lambda source: source.meta["val"])
-    except Exception as error:
-        raise CheckpointError(f"operation {node.name!r} ({node.target}) does not fit its arguments: {error}") from error
 
 
 def _target(name: str) -> Callable[..., Any]:
@@ -232,37 +215,35 @@ def _target(name: str) -> Callable[..., Any]:
     namespace, _, rest = name.partition(".")
     operation, _, overload = rest.partition(".")
     try:
-        found = getattr(getattr(getattr(torch.ops, namespace), operation), overload)
+        operator_ = getattr(getattr(getattr(torch.ops, namespace), operation), overload)
     except (AttributeError, RuntimeError) as error:
         raise CheckpointError(
             f"no operator {name!r} is registered in this process; import the package that has it, or use a PyTorch "
             "that does"
         ) from error
-    if not isinstance(found, OpOverload):
+    if not isinstance(operator_, OpOverload):
         raise CheckpointError(f"{name!r} is not an operator")
-    return found
+    return operator_
 
 
 def _input(one: Mapping[str, Any], state: Mapping[str, Tensor], bound: dict[str, Tensor]) -> Input:
-    fixed = decode(one["fixed"]) if "fixed" in one else None
-    if "bound" not in one:
-        return Input(one["input"], one["kind"], None, fixed)
-    place = one["bound"]
-    if place not in bound:
-        saved = state[place]
-        tensor = torch.empty_strided(saved.shape, one["stride"], dtype=saved.dtype, device="cpu")
-        with torch.no_grad():
-            tensor.copy_(saved)
-        if one["parameter"]:
-            tensor = nn.Parameter(tensor, requires_grad=one["trains"])
-        bound[place] = tensor
-    return Input(one["input"], one["kind"], bound[place], fixed)
+    tensor = None
+    if one["bound"] is not None:
+        place, trains = one["bound"]
+        if place not in bound:
+            empty = cast(Tensor, _example(one))
+            with torch.no_grad():
+                empty.copy_(state[place])
+            bound[place] = nn.Parameter(empty, requires_grad=trains) if one["kind"] == "parameter" else empty
+        tensor = bound[place]
+    return Input(one["input"], one["kind"], tensor, decode(one["fixed"]))
 
 
 def _example(one: Mapping[str, Any]) -> object:
-    if "example" not in one:
-        return int(one["value"]) if one["number"] == "int" else float(one["value"])
-    shape, stride, dtype, device = _arguments(one["example"], {})
+    example = _arguments(one["example"], {})
+    if not isinstance(example, list):
+        return example
+    shape, stride, dtype, device = example
     return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 

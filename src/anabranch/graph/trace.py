@@ -17,7 +17,7 @@ import re
 import threading
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
@@ -37,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 
 from anabranch.autodiff.boundary.crossing import Boundary, Crossed, Tensors, Tracer, traced_by
 from anabranch.autodiff.hooks import watch_node
-from anabranch.errors import AnabranchError, CaptureError
+from anabranch.errors import AnabranchError, CaptureError, NotFound
 from anabranch.graph.crossings import BackwardCrossing, ForwardCrossing
 from anabranch.graph.graph import Graph
 from anabranch.graph.operation_graph import Input, InputKind
@@ -50,17 +50,18 @@ Interceptor = Callable[[Callable[..., object], tuple[object, ...], dict[str, obj
 """Called before each torch function; anything but ``NotImplemented`` replaces its result."""
 
 
-class UserMistake(ValueError):
-    """A user's mistake found while tracing; it reaches the caller unchanged."""
-
-
 @dataclass(frozen=True, slots=True)
 class TraceSource:
-    """One input of a trace: a name, an example, and whether it is state, bound to that tensor."""
+    """One input of a trace: a name, an example, and its kind; all but arguments are bound to the example."""
 
     name: str
     value: Tensor | float | int
-    state: bool = False
+    kind: InputKind = "argument"
+
+    @property
+    def state(self) -> bool:
+        """True if it is bound."""
+        return self.kind != "argument"
 
 
 def free_name(name: str, sources: Sequence[TraceSource]) -> str:
@@ -81,6 +82,7 @@ class TraceRecorder:
         self.differentiable: bool | None = None
         self.phase = "forward"
         self.is_checkpointed = False
+        """The operations in progress are recomputed in backward instead of kept."""
         self.line = ""
         """The place of the operations in progress in the user's code, followed by a colon."""
         self.entries: list[Tensor] = []
@@ -107,15 +109,6 @@ class TraceRecorder:
         if scope != self.scope:
             self.scope = scope
             self._spans.append((torch._C._autograd._get_sequence_nr(), scope))
-
-    @contextmanager
-    def checkpointing(self) -> Iterator[None]:
-        """Mark a block whose values are recomputed in backward instead of kept."""
-        before, self.is_checkpointed = self.is_checkpointed, True
-        try:
-            yield
-        finally:
-            self.is_checkpointed = before
 
     def follow_backward(self, root: Tensor) -> None:
         """Make each backward node of ``root`` mark its operations with the scope of its forward."""
@@ -175,10 +168,9 @@ class _Faithful(TorchFunctionMode):
         if self._interceptor is not None and (result := self._interceptor(func, args, kwargs)) is not NotImplemented:
             return result
         self._recorder.stops_gradients = func in _STOPS
-        try:
-            return func(*args, **kwargs)
-        finally:
-            self._recorder.stops_gradients = False
+        result = func(*args, **kwargs)
+        self._recorder.stops_gradients = False  # an exception ends the trace
+        return result
 
 
 class _Crossings(Tracer):
@@ -221,36 +213,35 @@ class _Crossings(Tracer):
         target = BackwardCrossing(boundary, wants, updates=updates)
         arguments = (state, self._proxies(inputs), self._proxies(gradients))
         proxy = self._tracer.create_proxy("call_function", target, arguments, {})
-        wanted = [value for value, want in zip(inputs, wants, strict=True) if want and value is not None]
         with disable_proxy_modes_tracing(), self._mode:
-            found = [torch.empty(value.shape, dtype=value.dtype, device=value.device) for value in wanted]
-        track_tensor_tree(tuple(found), proxy, constant=None, tracer=self._tracer)
-        given = iter(found)
-        return [next(given) if want else None for want in wants]
+            answer = [
+                torch.empty(value.shape, dtype=value.dtype, device=value.device) if want and value is not None else None
+                for value, want in zip(inputs, wants, strict=True)
+            ]
+        answered = tuple(gradient for gradient in answer if gradient is not None)
+        track_tensor_tree(answered, proxy, constant=None, tracer=self._tracer)
+        return answer
 
     def _proxies(self, values: Sequence[Tensor | None]) -> list[object]:
-        return [None if value is None else self._proxy(value) for value in values]
-
-    def _proxy(self, value: Tensor) -> object:
-        found = self._tracer.unwrap_proxy(value)
-        if isinstance(found, Tensor):  # not traced yet: a tensor that the forward has created
-            found = self._tracer.unwrap_proxy(value.detach())
-        return found
+        proxies = [None if value is None else self._tracer.unwrap_proxy(value) for value in values]
+        # Those that are not traced yet, tensors that the forward has created, are traced by their handles.
+        return [self._tracer.unwrap_proxy(one.detach()) if isinstance(one, Tensor) else one for one in proxies]
 
 
-def trace(
-    body: Callable[[list[Tensor | float], TraceRecorder], Sequence[object]],
+def build(
+    body: Callable[..., Sequence[object]],
     sources: Sequence[TraceSource],
+    outputs: Sequence[str],
     *,
     may_read: bool = False,
     interceptor: Interceptor | None = None,
-) -> fx.GraphModule:
-    """Return the operations that ``body`` performs on its inputs, one node each, ``sources`` as placeholders in their
-    order.
+) -> Graph:
+    """Return the operations that ``body`` performs on its inputs as a graph, ``sources`` as inputs in their order.
 
     Args:
         body: takes the traced inputs, as tensors and floats, and the recorder; returns flat outputs.
-        sources: the inputs.
+        sources: the inputs. Further tensors that ``body`` uses become bound inputs behind them.
+        outputs: names of the results, to which ``body`` may add while it runs.
         may_read: allows ``.item()``, whose value stays symbolic: for optimizers, not for users' code.
         interceptor: see ``Interceptor``.
 
@@ -295,7 +286,10 @@ def trace(
     ):
         module = make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
     _name_placeholders(module, sources)
-    return module
+    inputs = [*map(_input, sources), *_lifted_constants(module)]
+    output = module.graph.output_node()
+    output.args = (tuple(output.args[0]),)  # type: ignore[arg-type]
+    return drop_dead_nodes(drop_handles(Graph(module.graph, inputs, list(outputs))))
 
 
 @contextmanager
@@ -351,7 +345,7 @@ def _explained() -> Iterator[None]:
     """Turn any exception of the tracer into a ``CaptureError``; the code that runs here has no line of the user's."""
     try:
         yield
-    except (AnabranchError, UserMistake):
+    except (AnabranchError, NotFound):
         raise
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
@@ -375,12 +369,11 @@ def _use_number_itself(node: fx.Node) -> None:
         item.graph.erase_node(item)
 
 
-def constants(module: fx.GraphModule) -> dict[fx.Node, Tensor]:
-    """Return the tensors that the traced function used without receiving them as inputs, by the node that reads
-    them.
-    """
-    found = {}
-    for node in module.graph.find_nodes(op="get_attr"):
+def _lifted_constants(module: fx.GraphModule) -> Iterator[Input]:
+    """Make inputs of the tensors that the traced function used without receiving them, and yield these."""
+    graph = module.graph
+    last = next(iter(reversed(graph.find_nodes(op="placeholder"))), None)
+    for index, node in enumerate(graph.find_nodes(op="get_attr")):
         value = getattr(module, str(node.target))
         if isinstance(value, torch.ScriptObject):
             raise CaptureError(
@@ -389,53 +382,18 @@ def constants(module: fx.GraphModule) -> dict[fx.Node, Tensor]:
             )
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             raise CaptureError(f"the function makes {str(node.target)!r}, which a graph cannot keep: {type(value)}")
-        found[node] = value
-    return found
-
-
-def build(
-    body: Callable[..., Sequence[object]],
-    sources: Sequence[TraceSource],
-    outputs: Sequence[str],
-    *,
-    kinds: Mapping[str, InputKind] | None = None,
-    may_read: bool = False,
-    interceptor: Interceptor | None = None,
-) -> Graph:
-    """Trace ``body``, which yields ``outputs`` (names that it may add to while it runs), and clean the trace."""
-    module = trace(body, sources, may_read=may_read, interceptor=interceptor)
-    graph = module.graph
-    placeholders = list(graph.find_nodes(op="placeholder"))
-    inputs = [_input(source, kinds or {}) for source in sources]
-    for index, (node, tensor) in enumerate(constants(module).items()):
-        with graph.inserting_after(placeholders[-1]) if placeholders else graph.inserting_before(node):
-            lifted = graph.placeholder(f"constant_{index}")
-        lifted.meta.update(node.meta)
-        lifted.meta["val"] = tensor.detach()
-        node.replace_all_uses_with(lifted)
+        with graph.inserting_before(node) if last is None else graph.inserting_after(last):
+            last = graph.placeholder(f"constant_{index}")
+        last.meta.update({**node.meta, "val": value.detach()})
+        node.replace_all_uses_with(last)
         graph.erase_node(node)
-        placeholders.append(lifted)
-        inputs.append(Input(f"constant.{index}", "constant", tensor))
-    _drop_profiling(graph)
-    output = graph.output_node()
-    output.args = (tuple(output.args[0]),)  # type: ignore[arg-type]
-    return drop_dead_nodes(drop_handles(Graph(graph, inputs, list(outputs))))
+        yield Input(f"constant.{index}", "constant", value)
 
 
-def _input(source: TraceSource, kinds: Mapping[str, InputKind]) -> Input:
-    if not source.state:
+def _input(source: TraceSource) -> Input:
+    if not isinstance(source.value, Tensor) or not source.state:
         return Input(source.name)
-    assert isinstance(source.value, Tensor)
-    kind: InputKind = kinds.get(source.name) or kinds.get("") or "constant"
-    if isinstance(source.value, nn.Parameter):
-        kind = "parameter"
-    return Input(source.name, kind, source.value)
-
-
-def _drop_profiling(graph: fx.Graph) -> None:
-    for node in reversed(list(graph.nodes)):
-        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "profiler":
-            graph.erase_node(node)
+    return Input(source.name, "parameter" if isinstance(source.value, nn.Parameter) else source.kind, source.value)
 
 
 # What a capture leaves alone: the random states of GPUs, and the user's log.

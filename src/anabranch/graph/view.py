@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -77,19 +77,12 @@ def boundary_of(node: fx.Node) -> str:
         return "collective"
     if is_wait(node):
         return "wait"
-    crossing = crossing_of(node)
-    if crossing is not None:
+    if (crossing := crossing_of(node)) is not None:
         return crossing.label
-    return _transfer(node)
-
-
-def _transfer(node: fx.Node) -> str:
-    """Return the devices of a copy that the captured function makes, as ``source -> target``; else an empty string."""
     device = node.kwargs.get("device")
     if node.target is not torch.ops.aten._to_copy.default or device is None:
         return ""
-    assert isinstance(node.args[0], fx.Node)
-    source = node.args[0].meta.get("val")
+    source = cast(fx.Node, node.args[0]).meta.get("val")  # of a copy that the captured function makes
     return f"{source.device} -> {device}" if isinstance(source, Tensor) and source.device != device else ""
 
 

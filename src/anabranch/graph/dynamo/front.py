@@ -276,42 +276,34 @@ class InlinedCode:
     """
 
     def __init__(self) -> None:
-        self._kinds: list[type] = []
-        self._names: list[str] = []
-        self._members: list[object] = []
-        self._functions: list[types.FunctionType] = []
-        self._codes: list[types.CodeType] = []
+        self._members: dict[tuple[type, str], object] = {}
+        self._codes: dict[types.FunctionType, types.CodeType] = {}
         self._variables: list[tuple[dict[str, object], str, object]] = []  # globals that Dynamo guards elsewhere
 
     def add(
         self, kinds: Iterable[type], functions: Iterable[types.FunctionType], inlined: Collection[types.CodeType]
     ) -> None:
         """Add the methods of these classes and the functions among these whose code is ``inlined``."""
-        found = [function for function in functions if function.__code__ in inlined]
-        known = set(zip(self._kinds, self._names, strict=True))
+        called = [function for function in functions if function.__code__ in inlined]
         for kind in dict.fromkeys(kinds):
             for base, name, function in _methods_of(kind):
-                if function.__code__ not in inlined:
-                    continue
-                found.append(function)
-                for place in {(kind, name), (base, name)} - known:
-                    known.add(place)
-                    self._kinds.append(place[0])
-                    self._names.append(name)
-                    self._members.append(getattr(*place))
-        for function in set(found).difference(self._functions):
-            self._functions.append(function)
-            self._codes.append(function.__code__)
-            self._variables += _variables_elsewhere(function)
+                if function.__code__ in inlined:
+                    called.append(function)
+                    for owner in (kind, base):
+                        self._members.setdefault((owner, name), getattr(owner, name))
+        for function in called:
+            if function not in self._codes:
+                self._codes[function] = function.__code__
+                self._variables += _variables_elsewhere(function)
 
     def unchanged(self) -> bool:
         """Return True if the classes still have these methods, and all functions their code."""
-        if list(map(_code_of, self._functions)) != self._codes:
+        if list(map(_code_of, self._codes)) != list(self._codes.values()):
             return False
         if self._variables and any(names.get(name) is not value for names, name, value in self._variables):
             return False
         try:
-            return list(map(getattr, self._kinds, self._names)) == self._members
+            return list(itertools.starmap(getattr, self._members)) == list(self._members.values())
         except AttributeError:
             return False
 
@@ -349,7 +341,7 @@ class _Compiled:
     def __init__(self, function: Callable[..., Any], owner: DynamoFront) -> None:
         from torch._C._dynamo.eval_frame import set_eval_frame
 
-        front = _copy_of(_front_of(function))
+        front = _front_of(function)
         self._front, self._set_eval_frame = front, set_eval_frame
 
         def backend(module: fx.GraphModule, _examples: Sequence[object], **_: object) -> Callable[..., Any]:
@@ -420,20 +412,15 @@ def _let_go(code: types.CodeType, space: dict[str, Any]) -> None:
         space[name] = None
 
 
-def _front_of(function: Callable[..., Any]) -> Callable[..., Any]:
+def _front_of(function: Callable[..., Any]) -> types.FunctionType:
     def front(*args: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling():  # folded away in a program
             raise _NotCompiled
         return function(*args)
 
-    return front
-
-
-def _copy_of(function: Any) -> Any:
-    space = dict(function.__globals__)
     # A unique name: Dynamo remembers changing numbers by file, line and name.
-    code = function.__code__.replace(co_name=f"front_{next(_fronts)}")
-    return types.FunctionType(code, space, function.__name__, function.__defaults__, function.__closure__)
+    code = front.__code__.replace(co_name=f"front_{next(_fronts)}")
+    return types.FunctionType(code, dict(front.__globals__), front.__name__, None, front.__closure__)
 
 
 _fronts = itertools.count()

@@ -58,7 +58,6 @@ def arrange(
     call: TracedCall,
     args: Sequence[object],
     state: Mapping[Tensor, str],
-    names: Mapping[str, str] | None = None,
     *,
     fix_numbers: bool = False,
 ) -> Arguments:
@@ -68,7 +67,6 @@ def arrange(
         call: Dynamo's call.
         args: the placeholders' values in the run in progress.
         state: the tensors that are bound, with their names.
-        names: the meaning of the first part of an argument's name.
         fix_numbers: let the graph hold the Python numbers, where an operation does not accept an unknown number.
     """
     used = [bool(node.users) for node in call.module.graph.find_nodes(op="placeholder")]
@@ -97,20 +95,21 @@ def arrange(
             continue
         place.append(len(sources))
         known[id(value)] = len(sources)
-        name = state[value] if is_state else _renamed(call.names[position], names or {})  # type: ignore[index]
+        name = state[value] if is_state else _renamed(call.names[position])  # type: ignore[index]
         if position in call.numbers:
             assert isinstance(value, Tensor)
             value = value.item()
-        sources.append(TraceSource(free_name(name, sources), cast("Tensor | float | int", value), state=is_state))
+        name, kind = free_name(name, sources), "buffer" if is_state else "argument"
+        sources.append(TraceSource(name, cast("Tensor | float | int", value), kind))
         if not is_state:
             free.append(position)
     return Arguments(tuple(sources), tuple(place), tuple(free), tuple(bound), tuple(fixed))
 
 
-def _renamed(name: str, names: Mapping[str, str]) -> str:
+def _renamed(name: str) -> str:
+    """Return the name without the step's own arguments in front: the model and the batch."""
     head, _, rest = name.partition(".")
-    head = names.get(head, head)
-    return ".".join(part for part in (head, rest) if part) or "input"
+    return ".".join(filter(None, ({"0": "", "1": "batch"}.get(head, head), rest))) or "input"
 
 
 def run_calls(
@@ -158,9 +157,10 @@ class _Runner(fx.Interpreter):
     def _checkpointed(self, n: fx.Node) -> Any:
         """Return a region of ``torch.utils.checkpoint``: marked, so that its values are recomputed instead of kept."""
         body, *rest = cast("tuple[Any, ...]", self.map_nodes_to_values(n.args, n))
-        runner = _Runner(self._call, self._recorder, body)
-        with self._recorder.checkpointing():
-            results = runner.run(*rest)
+        runner, recorder = _Runner(self._call, self._recorder, body), self._recorder
+        before, recorder.is_checkpointed = recorder.is_checkpointed, True
+        results = runner.run(*rest)
+        recorder.is_checkpointed = before  # an exception ends the trace
         self.marked.update(runner.marked)
         return results
 

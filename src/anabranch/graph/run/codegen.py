@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch.fx.graph import CodeGen, PythonCode
+from torch.fx.graph_module import _forward_from_src
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anabranch.graph.effects import Effects, is_view
@@ -35,7 +35,7 @@ class Program:
     Args:
         source: the source of ``function``.
         function: takes the inputs that are not bound.
-        anchors: bound tensors whose memory the function holds views of, with its address.
+        anchors: bound tensors whose memory the function holds views of.
         remake: rebuilds the program after memory has moved, for example by ``parameter.data = ...``.
     """
 
@@ -45,16 +45,11 @@ class Program:
         self,
         source: str,
         function: Callable[..., tuple[object, ...]],
-        anchors: Sequence[tuple[Tensor, int]] = (),
+        anchors: Sequence[Tensor] = (),
         remake: Callable[[], Program] | None = None,
     ) -> None:
-        self.source = source
-        self.function = function
-        self._hold(anchors)
-        self._remake = remake
-
-    def _hold(self, anchors: Sequence[tuple[Tensor, int]]) -> None:
-        self._anchors, self._places = [tensor for tensor, _ in anchors], [where for _, where in anchors]
+        self.source, self.function, self._remake = source, function, remake
+        self._anchors, self._places = anchors, list(map(Tensor.data_ptr, anchors))
 
     def run(self, *inputs: object) -> tuple[object, ...]:
         """Run the function with autograd off, and autocast, whose casts are part of the graph."""
@@ -95,24 +90,8 @@ def generate(
     """
     writer = _Writer(graph, bound, reported or {}, report)
     source, names = writer.write()
-    copy = fx.Graph()
-    copy.set_codegen(_Written(source, names))
-    copy.output(None)
-    module = fx.GraphModule(torch.nn.Module(), copy)
-    anchors = [(tensor, tensor.data_ptr()) for tensor in writer.viewed]
-    return Program(source, module.forward, anchors, lambda: generate(graph, bound, reported, report))
-
-
-class _Written(CodeGen):
-    """Makes ``torch.fx`` compile a given source."""
-
-    def __init__(self, source: str, names: dict[str, object]) -> None:
-        super().__init__()
-        self._source = source
-        self._names = names
-
-    def _gen_python_code(self, *_args: object, **_kwargs: object) -> PythonCode:
-        return PythonCode(self._source, self._names, None)
+    function = _forward_from_src(source, names)  # whose lines tracebacks show
+    return Program(source, function, writer.viewed, lambda: generate(graph, bound, reported, report))
 
 
 class _Writer:
@@ -150,9 +129,8 @@ class _Writer:
                 self._statement(node)
             for name, value in self._reported.get(node, ()):
                 self._lines.append(f"{self._global(self._report, 'report')}({name!r}, {self._name(value)})")
-        head = f"def forward(self, {', '.join(parameters)}):" if parameters else "def forward(self):"
         body = "\n".join(f"    {line}" for line in self._lines)
-        return f"{head}\n{body}\n", self._names
+        return f"def forward({', '.join(parameters)}):\n{body}\n", self._names
 
     def _where_final(self, reported: Mapping[str, fx.Node]) -> dict[fx.Node, list[tuple[str, fx.Node]]]:
         """Return the results to report, by the node after which they are final: the last write to their memory. None

@@ -13,8 +13,7 @@ from anabranch.errors import CaptureError
 from anabranch.graph.dynamo.front import TracedCall
 from anabranch.graph.dynamo.traced_calls import Arguments, run_calls
 from anabranch.graph.graph import Graph
-from anabranch.graph.operation_graph import InputKind
-from anabranch.graph.step.lookups import Lookup, SparseLookups, SparseRows
+from anabranch.graph.step.lookups import SparseLookups, SparseRows
 from anabranch.graph.trace import TraceRecorder, TraceSource, build, free_name
 
 
@@ -54,7 +53,7 @@ class Backward:
     @property
     def rows(self) -> list[str]:
         """The names of the results that are sparse rows and their ids."""
-        return [f"{table}.{part}.{i}" for i, (table, _) in enumerate(self.lookups) for part in ("ids", "rows")]
+        return _row_names(self.lookups)
 
     @property
     def reported(self) -> list[str]:
@@ -93,12 +92,10 @@ def capture_backward(
     outputs = output_names(call)
     sources = arguments.sources
     if seed is not None:
-        sources = (*sources, TraceSource(free_name("seed", sources), seed, state=True))
-    state = {source.name for source in sources if source.state}
-    known = {s.name for s in sources if s.name in state and _requires_grad(s)}
-    wanted = [name for name in wrt if name in known]  # in the model's order, in which gradients are clipped together
-    foreign = [s.name for s in sources if s.name not in state and _requires_grad(s)]
-    kinds: dict[str, InputKind] = dict.fromkeys(state, "buffer")
+        sources = (*sources, TraceSource(free_name("seed", sources), seed, "buffer"))
+    recorded = {s.name: s.state for s in sources if isinstance(s.value, Tensor) and s.value.requires_grad}
+    wanted = [name for name in wrt if recorded.get(name)]  # in the model's order, in which gradients are clipped
+    foreign = [name for name, state in recorded.items() if not state]
     dense: list[str] = []
     lookups: list[tuple[str, int]] = []
     names: list[str] = []
@@ -125,15 +122,22 @@ def capture_backward(
         unique = dict(zip(outputs, results, strict=True))
         reached = {n: g for n, g in zip(wanted, gradients, strict=False) if g is not None}
         laid_out = {name: _laid_out_as(leaf_of[name], gradient) for name, gradient in reached.items()}
-        found = _in_own_memory(laid_out, [*values, *unique.values()])
-        dense[:] = list(found)
-        lookups.clear()
-        flat = _sparse(cut.found, gradients[len(leaves) : len(leaves) + len(rows)], found, lookups)
-        sparse = [f"{table}.{part}.{i}" for i, (table, _) in enumerate(lookups) for part in ("ids", "rows")]
-        names[:] = [*unique, *(f"{name}.grad" for name in dense), *sparse]
-        return [*map(_detached, unique.values()), *found.values(), *flat]
+        owned = _in_own_memory(laid_out, [*values, *unique.values()])
+        dense[:] = list(owned)
+        of_rows = zip(cut.found, gradients[len(leaves) : len(leaves) + len(rows)], strict=True)
+        sparse = [(lookup, gradient) for lookup, gradient in of_rows if gradient is not None]
+        for lookup, _ in sparse:
+            if lookup.table in owned:
+                raise CaptureError(
+                    f"the table {lookup.table!r} has both sparse lookups and dense uses; make it sparse=False, or use "
+                    "engine='tape'"
+                )
+        lookups[:] = [(lookup.table, lookup.padding_idx) for lookup, _ in sparse]
+        names[:] = [*unique, *(f"{name}.grad" for name in dense), *_row_names(lookups)]
+        detached = [value.detach() if isinstance(value, Tensor) else value for value in unique.values()]
+        return [*detached, *owned.values(), *(part for lookup, rows in sparse for part in (lookup.ids, rows))]
 
-    graph = build(traced, sources, names, kinds=kinds, interceptor=cut)
+    graph = build(traced, sources, names, interceptor=cut)
     return Backward(graph, tuple(dict.fromkeys(outputs)), tuple(dense), tuple(lookups), tuple(kept))
 
 
@@ -141,14 +145,13 @@ def capture_forward(call: TracedCall, arguments: Arguments, args: Sequence[objec
     """Return the graph of a call's results alone, computed without recording, as a ``Backward`` without gradients."""
     outputs = output_names(call)
     names = tuple(dict.fromkeys(outputs))
-    kinds: dict[str, InputKind] = {source.name: "buffer" for source in arguments.sources if source.state}
 
     def traced(values: Sequence[Tensor], recorder: TraceRecorder) -> list[object]:
         with torch.no_grad():
             results, _ = run_calls(call, arguments.given(args, values), recorder)
         return list(dict(zip(outputs, results, strict=True)).values())
 
-    return Backward(build(traced, arguments.sources, names, kinds=kinds), names, (), ())
+    return Backward(build(traced, arguments.sources, names), names, (), ())
 
 
 def output_names(call: TracedCall) -> list[str]:
@@ -169,37 +172,13 @@ def _before_detach(node: fx.Node) -> fx.Node:
     return source
 
 
-def _requires_grad(source: TraceSource) -> bool:
-    return isinstance(source.value, Tensor) and source.value.requires_grad
+def _row_names(lookups: Iterable[tuple[str, int]]) -> list[str]:
+    return [f"{table}.{part}.{i}" for i, (table, _) in enumerate(lookups) for part in ("ids", "rows")]
 
 
 def loss_of(call: TracedCall) -> Tensor:
     """Return an example of the loss."""
     return cast(Tensor, call.marks()["loss"].meta["example_value"])
-
-
-def _sparse(
-    found: Sequence[Lookup],
-    gradients: Sequence[Tensor | None],
-    dense: Mapping[str, Tensor],
-    lookups: list[tuple[str, int]],
-) -> list[Tensor]:
-    flat: list[Tensor] = []
-    for lookup, rows in zip(found, gradients, strict=True):
-        if rows is None:
-            continue
-        if lookup.table in dense:
-            raise CaptureError(
-                f"the table {lookup.table!r} has both sparse lookups and dense uses; make it sparse=False, or "
-                "use engine='tape'"
-            )
-        lookups.append((lookup.table, lookup.padding_idx))
-        flat += [lookup.ids, rows]
-    return flat
-
-
-def _detached(value: object) -> object:
-    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _in_own_memory(gradients: Mapping[str, Tensor], others: Iterable[object]) -> dict[str, Tensor]:

@@ -71,15 +71,14 @@ class Joint:
         self._step_of, self.key = weakref.ref(step), key  # Dynamo keeps what belongs to a code object
         self.confirmed = False
         self._outputs = output_names(call)
-        names = {"0": "", "1": "batch"}
-        arguments = arrange(call, args, step.tensors, names)
+        arguments = arrange(call, args, step.tensors)
         try:
             self.backward = self._captured(call, arguments, args)
         except CaptureError:
             if not call.numbers and not any(isinstance(value, int) for value in args):
                 raise
             # An operation that reads a number's value, like dropout its probability: a graph for each value.
-            arguments = arrange(call, args, step.tensors, names, fix_numbers=True)
+            arguments = arrange(call, args, step.tensors, fix_numbers=True)
             self.backward = self._captured(call, arguments, args)
         self._bind(call, arguments, args)
         graph = recompute_marked(self.backward.graph)
@@ -156,14 +155,14 @@ class Joint:
 
     def in_order(self, results: Mapping[str, object]) -> list[object]:
         """Return the results as Dynamo's code expects them."""
-        found = [results[name] for name in self._outputs]
+        ordered = [results[name] for name in self._outputs]
         for index in self._plain:
-            value = found[index]
+            value = ordered[index]
             if isinstance(value, Tensor) and value.requires_grad:  # a view of a parameter, made with autograd off
-                found[index] = value.detach()
+                ordered[index] = value.detach()
         for index in self.backward.kept:
-            found[index] = _without_history(cast(Tensor, found[index]))
-        return found
+            ordered[index] = _without_history(cast(Tensor, ordered[index]))
+        return ordered
 
     # --- running
 
@@ -239,19 +238,18 @@ class Joint:
 
     def _run_backward(self, step: StepState, free: Sequence[object], report: Report | None) -> dict[str, object]:
         reports, backward = self._reports, self.backward
-        if report is not None and not step.compile and self._reporting is None:
+        if report is None or step.compile:
+            results = dict(zip(backward.graph.outputs, self._apart().run(*free), strict=True))
+            for name in backward.reported if report is not None else ():
+                report(name, cast(Tensor, results[name]))  # type: ignore[misc]
+            return results
+        if self._reporting is None:
             self._reporting = backward.graph.reporting_program(backward.reported, lambda *r: reports[0](*r))
-        program = self._apart() if report is None or step.compile else self._reporting
-        assert program is not None
-        reports[:] = [] if report is None else [report]
+        reports.append(report)
         try:
-            results = dict(zip(backward.graph.outputs, program.run(*free), strict=True))
+            return dict(zip(backward.graph.outputs, self._reporting.run(*free), strict=True))
         finally:
             reports.clear()  # it leads to the executor, and Dynamo keeps the program
-        if report is not None and step.compile:
-            for name in backward.reported:
-                report(name, cast(Tensor, results[name]))
-        return results
 
     def take_state(self) -> None:
         """Capture the update once there is optimizer state."""
@@ -301,12 +299,8 @@ class Joint:
         keep = {*backward.outputs, *self.key.gradients, *backward.rows}
         if step.leaves_gradients:
             keep |= {f"{name}.grad" for name in backward.dense}
-        examples = dict(zip(front.outputs, front.examples(), strict=True))
-        dense: dict[str, Tensor] = {}
-        for name in backward.dense:
-            example = examples.get(f"{name}.grad")
-            if isinstance(example, Tensor) and step.parameters[name] in step.names:
-                dense[name] = example
+        examples = self._gradient_examples()
+        dense = {name: example for name, example in examples.items() if step.parameters[name] in step.names}
         update = step.captured_update(dense) if dense else None
         if dense and update is None:
             if step.refused_update is not None:
@@ -333,6 +327,12 @@ class Joint:
             read_at_once = [name in self._rest_reads and name not in self.key.gradients for name in front.outputs]
             self._program = Replayed(self._apart(), front, read_at_once)
 
+    def _gradient_examples(self) -> dict[str, Tensor]:
+        """Return an example of each dense gradient, by the parameter's name."""
+        graph, names = self.backward.graph, self.backward.dense
+        examples = dict(zip(graph.outputs, graph.examples(), strict=True))
+        return {name: cast(Tensor, examples[f"{name}.grad"]) for name in names}
+
     def _trace_between(self) -> Graph | None:
         between, backward = self._step.between, self.backward
         if between is None:
@@ -342,9 +342,8 @@ class Joint:
                 f"the table {backward.lookups[0][0]!r} has a sparse gradient, which between cannot see; use backward() "
                 "and update(), or sparse=False"
             )
-        examples = dict(zip(backward.graph.outputs, backward.graph.examples(), strict=True))
         names = self._gradient_names
-        sources = [TraceSource(name, cast(Tensor, examples[name])) for name in names]
+        sources = [TraceSource(f"{name}.grad", example) for name, example in self._gradient_examples().items()]
 
         def body(values: Sequence[Tensor], recorder: TraceRecorder) -> list[object]:
             recorder.phase = "between"
@@ -427,23 +426,17 @@ def written_inputs(graph: OperationGraph) -> set[str]:
 
 
 class SharedMemory:
-    """The memory of a program's arguments; if it writes to none, nothing is checked.
-
-    Args:
-        arguments: the placeholders, sorted.
-        written: the names of those that the program writes to.
-    """
+    """The memory of a program's arguments, of which it writes to those named ``written``."""
 
     def __init__(self, arguments: Arguments, written: Collection[str]) -> None:
-        first: dict[int, int] = {}
+        sources, first = arguments.sources, dict[int, int]()
         for position, index in enumerate(arguments.place):
-            if index is not None and _has_memory(arguments.sources[index].value):
+            if index is not None and _has_memory(sources[index].value):
                 first.setdefault(index, position)
-        changed = {position for index, position in first.items() if arguments.sources[index].name in written}
-        bound = [position for index, position in first.items() if arguments.sources[index].state]
-        free = [position for position in first.values() if position not in bound]
-        self._pick_bound, self._pick_free = picker(bound), picker(free)
-        self._written = [position in changed for position in (*bound, *free)]
+        order = sorted(first, key=lambda index: not sources[index].state)  # bound ones first
+        self._pick = picker([first[index] for index in order])
+        self._written = [sources[index].name in written for index in order]
+        self._bound = sum(sources[index].state for index in order)
         self._places: list[int] | None = None
         self._ranges: list[_Range] = []
 
@@ -453,8 +446,8 @@ class SharedMemory:
         Raises:
             CaptureError: it does; nothing has happened.
         """
-        bound: Sequence[Tensor] = self._pick_bound(args)  # type: ignore[assignment]
-        free: Sequence[Tensor] = self._pick_free(args)  # type: ignore[assignment]
+        tensors: Sequence[Tensor] = self._pick(args)  # type: ignore[assignment]
+        bound, free = tensors[: self._bound], tensors[self._bound :]
         places = list(map(Tensor.data_ptr, bound))
         if places != self._places:
             self._places, self._ranges = places, list(map(_range, bound))

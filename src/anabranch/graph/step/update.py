@@ -76,16 +76,13 @@ def capture_update(
     state: dict[int, TraceSource] = {}
     taken: set[str] = set()
 
-    def add(name: str, tensor: Tensor) -> None:
-        state.setdefault(id(tensor), TraceSource(name, tensor, state=True))
-
-    def add_all(name: str, value: object) -> None:
+    def add(name: str, value: object) -> None:
         for tensor in flatten(value)[0]:
             if isinstance(tensor, Tensor) and id(tensor) not in state:
                 while name in taken:
                     name += "_"
                 taken.add(name)
-                add(name, tensor)
+                state[id(tensor)] = TraceSource(name, tensor, "optimizer")
 
     for index, optimizer in enumerate(optimizers):
         label = "optimizer" if len(optimizers) == 1 else f"optimizer.{index}"
@@ -98,9 +95,9 @@ def capture_update(
                     continue
                 add(name, parameter)
                 for key, value in optimizer.state.get(parameter, {}).items():
-                    add_all(f"{label}.{name}.{key}", value)
+                    add(f"{label}.{name}.{key}", value)
             for key, value in numbers_of(group).items():
-                add_all(f"{label}.{key}" if alone else f"{label}.{key}.{position}", value)
+                add(f"{label}.{key}" if alone else f"{label}.{key}.{position}", value)
 
     sources = [*(TraceSource(f"{name}.grad", gradient) for name, gradient in gradients.items()), *state.values()]
 
@@ -112,7 +109,7 @@ def capture_update(
                 _step(optimizer)
         return []
 
-    return build(body, sources, [], kinds={"": "optimizer"}, may_read=True)
+    return build(body, sources, [], may_read=True)
 
 
 def _step(optimizer: Optimizer) -> None:
