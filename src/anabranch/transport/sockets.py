@@ -14,7 +14,7 @@ import ssl
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from errno import EINPROGRESS
 from functools import partial
 from itertools import count
@@ -196,7 +196,7 @@ class SocketListener:
         endpoint: str,
         context: ssl.SSLContext | None,
         recognise: Recognise,
-        release: Callable[[], object],
+        release: Callable[[], object] = lambda: None,
         job: str | None = None,
     ) -> None:
         sock.setblocking(False)
@@ -268,17 +268,14 @@ class SocketTransport:
         return self._listen_unix(parsed)
 
     def _listen_unix(self, endpoint: UnixEndpoint | None) -> SocketListener:
-        claim = ClaimedPath(None if endpoint is None else endpoint.path)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
+        with ExitStack() as stack:
+            claim = stack.enter_context(ClaimedPath(None if endpoint is None else endpoint.path))
+            sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             sock.bind(str(claim.path))
             claim.path.chmod(0o600)
             sock.listen(_BACKLOG)
-        except BaseException:
-            sock.close()
-            claim.release()
-            raise
-        return SocketListener(sock, f"unix:{claim.path}", None, _of_users(claim.owner), claim.release)
+            release = stack.pop_all().close
+        return SocketListener(sock, f"unix:{claim.path}", None, _of_users(claim.owner), release)
 
     def _listen_tcp(self, endpoint: TcpEndpoint) -> SocketListener:
         host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
@@ -296,7 +293,7 @@ class SocketTransport:
             message = f"cannot listen on tcp://{host}:{endpoint.port}: {error.strerror or error}"
             raise OSError(error.errno, message) from None
         return SocketListener(
-            sock, f"tcp://{host}:{sock.getsockname()[1]}", self._server_context, self._certified, _nothing, self._job
+            sock, f"tcp://{host}:{sock.getsockname()[1]}", self._server_context, self._certified, job=self._job
         )
 
     def connect(self, endpoint: str) -> SocketStream:
@@ -323,10 +320,6 @@ class SocketTransport:
                 f"{endpoint}: TCP without certificates would admit anyone; make keys with `anabranch keys DIR` and "
                 "give keys=DIR, or set insecure=True (on the command line --keys DIR, --insecure)"
             )
-
-
-def _nothing() -> None:
-    """Release nothing: a port is free again once its socket is closed."""
 
 
 def _of_users(*users: int) -> Recognise:
