@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import cast
 
 import pytest
 import torch
 
 from anabranch.testing import MemoryTransport
-from anabranch.transport import Call, Client, Request, RequestHeader, Server, Stream, Verb
-from anabranch.transport.frame import Header, Hello, ReplyHeader, encode, frame_size
-from frame_reading import next_frame, wire_of
+from anabranch.transport import Call, Client, Request, Server, Stream, Verb
+from anabranch.transport.frame import ReplyHeader, frame_size
+from frame_reading import GREETING, next_frame, peer, request, wire_of
 from waiting import soon
-
-
-def join(buffers: Sequence[memoryview]) -> bytes:
-    return b"".join(bytes(buffer) for buffer in buffers)
 
 
 class RepeatsAnswers(MemoryTransport):
@@ -75,34 +69,20 @@ def test_a_repeated_answer_is_not_mistaken_for_the_next_one_nor_for_another_clie
     with Server([Verb("push", count.push, once=once)], transport=network) as server, ExitStack() as stack:
         asking = [stack.enter_context(Client(transport=network)) for _ in range(clients)]
         for turn in range(8):
-            request = Request(server.endpoint, "push", tensors=[torch.tensor([float(turn)])], once=once)
-            assert asking[turn % clients].call(request, soon()).tensors[0].tolist() == [turn + 1, turn]
+            push = Request(server.endpoint, "push", tensors=[torch.tensor([float(turn)])], once=once)
+            assert asking[turn % clients].call(push, soon()).tensors[0].tolist() == [turn + 1, turn]
     assert count.pushes == 8
 
 
-def test_a_repeated_request_is_done_once_though_it_is_not_numbered_for_that(tmp_path: Path) -> None:
+def test_a_repeated_request_is_done_once_though_it_is_not_numbered_for_that() -> None:
     """An answer to the copy would be taken for the next request's by peers that do not number them."""
     count = Count()
-    tmp_path.chmod(0o700)
-    with (
-        Server([Verb("push", count.push)], listen=f"unix:{tmp_path}/socket") as server,
-        socket.socket(socket.AF_UNIX) as sock,
-    ):
-        sock.settimeout(20)
-        sock.connect(server.endpoint.removeprefix("unix:"))
-        asked = [
-            join(encode(RequestHeader("push", sequence=number, seconds=20.0), [torch.tensor([float(number)])]))
-            for number in range(2)
-        ]
-        sock.sendall(join(encode(Hello())) + asked[0])
-        came = read_frames(sock, 2)
+    asked = [request("push", sequence=number, tensors=[torch.tensor([float(number)])]) for number in range(2)]
+    with Server([Verb("push", count.push)]) as server, peer(server, GREETING + asked[0]) as sock:
+        wire = wire_of(sock)
+        came = [next_frame(wire).header for _ in range(2)]
         sock.sendall(asked[0] + asked[1])
-        came += read_frames(sock, 1)
+        came.append(next_frame(wire).header)
     answers = [header for header in came if isinstance(header, ReplyHeader)]
     assert [answer.sequence for answer in answers] == [0, 1]
     assert count.pushes == 2
-
-
-def read_frames(sock: socket.socket, count: int) -> list[Header]:
-    wire = wire_of(sock)
-    return [next_frame(wire).header for _ in range(count)]
