@@ -137,6 +137,20 @@ def test_the_asker_may_refuse_an_answer_before_it_has_a_place() -> None:
         assert client.call(Request(server.endpoint, "echo", payload=b"x"), soon()).payload == b"x"
 
 
+def test_an_answer_to_another_request_is_a_protocol_error() -> None:
+    def answer_the_next(call: Call) -> None:
+        call.identity = call.identity[0], call.identity[1] + 1
+        call.reply()
+
+    verb = Verb("wrong", answer_the_next)
+    with (
+        Server([verb]) as server,
+        Client() as client,
+        pytest.raises(ProtocolError, match="the server answered request"),
+    ):
+        client.call(Request(server.endpoint, "wrong"), soon())
+
+
 class Gate:
     """A verb whose calls wait until the test lets them through, without a thread waiting."""
 

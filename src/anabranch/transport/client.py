@@ -171,7 +171,7 @@ class Client:
         self._busy: set[_Channel] = set()
         self._closed = False
         self.epoch = os.urandom(16)
-        # Not from 0: with a relay's shared connections, another client's answer would have the same number.
+        # Not from 0: a trace tells requests of several clients apart by their numbers.
         self._first = self._next = secrets.randbelow(_FIRST_NUMBERS)
         self._outstanding: set[int] = set()
         self._prune_at = 0.0
@@ -570,7 +570,7 @@ class _Exchange:
                         break
                     tensors = ()
                     if isinstance(answer, ReplyHeader):
-                        tensors = None  # a duplicate of an earlier answer is skipped
+                        tensors = None  # the answer to a post is skipped
                         if answer.sequence == self._sequence:
                             if request.check is not None:
                                 request.check(answer)
@@ -621,10 +621,9 @@ class _Exchange:
     def _note(self, header: Header, channel: _Channel) -> Exception | None:
         """Take a frame that is no answer; returns the error to raise if it is a failure."""
         if isinstance(header, (ReplyHeader, FailureFrame)) and header.sequence not in (self._sequence, None):
-            if header.sequence in channel.posted:
-                channel.posted.remove(header.sequence)
-            else:
-                spans.mark("transport.repeated_answer", peer=self.request.endpoint, operation=self.operation())
+            if header.sequence not in channel.posted:
+                raise ProtocolError(f"the server answered request {header.sequence}, not {self._sequence}")
+            channel.posted.remove(header.sequence)
         elif isinstance(header, FailureFrame):
             if header.code == "leaving":
                 raise ConnectionAbortedError(header.message)

@@ -390,7 +390,6 @@ class Connection:
         self._receiving: Call | None = None
         self._call: Call | None = None
         self._left = False
-        self._last: RequestIdentity = (b"", -1)
         self._room = 0  # bytes of the budget that answers have which have not been read
         self._began = time.monotonic()
         self.progress = self._began
@@ -583,9 +582,6 @@ class Connection:
                 raise ProtocolError("a client's first frame must be a greeting without tensors")
         elif not isinstance(header, RequestHeader):
             raise ProtocolError(f"a client sends requests, not {type(header).__name__}")
-        elif (header.epoch, header.sequence) == self._last:
-            # A duplicate: a client retries a request only on a fresh connection.
-            spans.mark("transport.repeated_request", peer=self.wire.stream.peer.name, operation=header.verb)
         elif self._call is not None:
             raise ProtocolError("received a request while another is served; a connection carries one at a time")
         else:
@@ -595,7 +591,6 @@ class Connection:
             verb = self._admission.verbs.get(header.verb)
             if not self.alone and (nbytes > _SMALL or (verb is not None and not verb.quick)):
                 return False
-            self._last = header.epoch, header.sequence
             try:
                 self._receiving = self._admission.admit(self, header, nbytes)
             except BaseException as error:
