@@ -306,6 +306,7 @@ def test_a_waiting_handler_delays_no_other_request() -> None:
 
 def test_an_idle_connection_releases_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anabranch.transport.server.server._REST", 0.05)
+    monkeypatch.setattr("anabranch.transport.server.server._SWEEP", 0.02)
     with Server([ECHO]) as server, Client() as client:
         for _ in range(3):
             assert client.call(Request(server.endpoint, "echo", payload=b"x"), soon()).payload == b"x"

@@ -43,7 +43,6 @@ ASKS = GREETING + request("large")
 
 @pytest.fixture
 def _no_collector() -> Iterator[None]:
-    gc.collect()
     gc.disable()
     yield
     gc.enable()
