@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from anabranch.testing import FakeClock
 from anabranch.transport import Call, Client, Request, Server, Verb
 from anabranch.transport.server import server as drivers
 from frame_reading import peer, request
@@ -51,6 +53,7 @@ def test_arriving_requests_are_read_before_any_is_served_up_to_a_limit(
 def test_threads_that_were_replaced_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each round that took long left its thread in a list, for as long as the server ran."""
     monkeypatch.setattr(drivers, "_AWAY", 0.0)
+    monkeypatch.setattr("anabranch.transport.client.time", SimpleNamespace(monotonic=FakeClock()))  # no beat is late
     calls: list[Call] = []
 
     def round_over(*, one_of_many: bool) -> None:

@@ -52,7 +52,7 @@ Recognise = Callable[[socket.socket], Peer]
 
 
 class SocketStream:
-    """One connected socket, possibly under TLS; see ``Stream``."""
+    """One socket that was accepted, or connects, possibly under TLS; see ``Stream``."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class SocketStream:
         recognise: Recognise,
         name: str,
         *,
-        connecting: bool = False,
+        connect_to: Any = None,
     ) -> None:
         sock.setblocking(False)
         if sock.family == socket.AF_UNIX:
@@ -72,24 +72,21 @@ class SocketStream:
         self._secure = context is not None
         if context is not None:
             # wrap_socket asks whether the socket is connected, so a client wraps before it connects.
-            sock = context.wrap_socket(sock, server_side=not connecting, do_handshake_on_connect=False)
+            sock = context.wrap_socket(sock, server_side=connect_to is None, do_handshake_on_connect=False)
         self._sock = sock
         self._recognise = recognise
         self._name = name
-        self._accepted = not connecting
-        self._connecting = connecting
-        self._want: Literal["read", "write"] = "write" if connecting else "read"
+        self._accepted = connect_to is None
+        self._connecting = not self._accepted
+        self._want: Literal["read", "write"] = "write" if self._connecting else "read"
         self.descriptor = sock.fileno()
         self.ready_at = 0.0
         self.peer = NOBODY
-
-    def connect(self, address: Any) -> SocketStream:
-        """Begin to connect; ``handshake`` completes it."""
-        code = self._sock.connect_ex(address)
-        if code not in (0, EINPROGRESS):
-            self._sock.close()
-            raise ConnectionRefusedError(code, os.strerror(code))
-        return self
+        if self._connecting:  # ``handshake`` completes it
+            code = sock.connect_ex(connect_to)
+            if code not in (0, EINPROGRESS):
+                sock.close()
+                raise ConnectionRefusedError(code, os.strerror(code))
 
     def wants_write(self) -> bool:
         """Return True if the handshake waits to write."""
@@ -303,7 +300,7 @@ class SocketTransport:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             # Root can read this process's memory anyway.
             recognise = _of_users(os.geteuid(), 0)
-            return SocketStream(sock, None, recognise, endpoint, connecting=True).connect(str(parsed.path))
+            return SocketStream(sock, None, recognise, endpoint, connect_to=str(parsed.path))
         self._check_tcp(endpoint)
         try:
             addresses = socket.getaddrinfo(parsed.host, parsed.port, type=socket.SOCK_STREAM)
@@ -312,7 +309,7 @@ class SocketTransport:
         # A server at a name listens on its IPv4 address, where it has one; resolvers may put the other first.
         family, _, _, _, address = min(addresses, key=lambda each: each[0] != socket.AF_INET)
         sock = socket.socket(family, socket.SOCK_STREAM)
-        return SocketStream(sock, self._client_context, self._certified, endpoint, connecting=True).connect(address)
+        return SocketStream(sock, self._client_context, self._certified, endpoint, connect_to=address)
 
     def _check_tcp(self, endpoint: str) -> None:
         if self._server_context is None and not self._insecure:
@@ -409,7 +406,7 @@ class MemoryTransport:
         if address is None:
             raise ConnectionRefusedError(f"nothing listens at {endpoint}")
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        return SocketStream(sock, None, _this_process, endpoint, connecting=True).connect(address)
+        return SocketStream(sock, None, _this_process, endpoint, connect_to=address)
 
 
 def _this_process(sock: socket.socket) -> Peer:

@@ -373,7 +373,7 @@ class Connection:
         self.wire = Wire(stream, admission.max_body)
         self.loop: object = None
         """The loop that drives it."""
-        self.watch: Callable[[Connection], None] = _nobody
+        self.watch: Callable[[Connection], None] = lambda connection: None
         """Has that loop poll for the events that are of interest now; from any thread."""
         self.alone = False
         """True if that loop drives no other connection, so that this one may block it."""
@@ -670,10 +670,6 @@ class Connection:
                 admission.end_call(receiving.nbytes + receiving.room)
             admission.connections.pop(self, None)
             admission.unknown.pop(self, None)
-
-
-def _nobody(connection: Connection) -> None:
-    """Poll for nothing: the connection has no loop yet."""
 
 
 def _say_done(call: Call) -> None:

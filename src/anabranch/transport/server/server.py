@@ -459,7 +459,8 @@ class Loop:
             connection.end()
         finally:
             self.close()
-            self._server.threads_of.pop(connection, None)
+            if connection.loop is self:  # else it is back at the first, which may have given it another thread
+                self._server.threads_of.pop(connection, None)
 
     def _sweep(self, now: float) -> None:
         for connection in list(self._connections.values()):
@@ -470,6 +471,7 @@ class Loop:
                 self._unwatch(connection)
                 loop = self._server.loop
                 assert loop is not None
+                self._server.threads_of.pop(connection, None)
                 loop.add(connection)
 
     # --- accepting connections
