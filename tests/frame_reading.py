@@ -1,14 +1,38 @@
-"""Frames as a peer reads them that is no client and no server."""
+"""Frames as a peer sends and reads them that is no client and no server."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from anabranch.transport.frame import Header, Wire, allocate
+from anabranch.transport import RequestHeader, Server
+from anabranch.transport.frame import Header, Hello, Wire, allocate, encode
+
+
+def join(buffers: Iterable[memoryview]) -> bytes:
+    return b"".join(buffers)
+
+
+GREETING = join(encode(Hello()))
+
+
+def request(verb: str, target: str = "", sequence: int = 0, tensors: Sequence[Tensor] = ()) -> bytes:
+    """The bytes of a request, for a minute."""
+    return join(encode(RequestHeader(verb, target, sequence=sequence, seconds=60.0), tensors))
+
+
+@contextmanager
+def peer(server: Server, said: bytes = GREETING) -> Iterator[socket.socket]:
+    """A socket connected to a server on a Unix socket, which has sent this first."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(60)
+        sock.connect(server.endpoint.removeprefix("unix:"))
+        sock.sendall(said)
+        yield sock
 
 
 class Frame(NamedTuple):

@@ -215,19 +215,21 @@ def test_a_thread_that_had_ended_has_its_own_lane(tmp_path: Path) -> None:
     assert all(event["tid"] < 1 << 31 for event in trace.spans())
 
 
-def test_a_request_and_its_answer_are_arrows(tmp_path: Path) -> None:
-    asks = one("pull", 0, 10_000, category="crossing", track="requests", flow=("ask", "41"))
-    serves = one("pull", 3_000, 7_000, category="serve", track="served", flow=("serve", "41"))
-    lost = one("pull", 20_000, 21_000, category="crossing", track="requests", flow=("ask", "42"))
-    trace = written(tmp_path, [part("worker 0", [asks, lost]), part("parameters 0", [serves], pid=9)])
-    assert [(source["ts"], target["ts"]) for source, target in trace.arrows] == [(0.0, 3.0), (6.999, 9.999)]
-    assert [(source["pid"], target["pid"]) for source, target in trace.arrows] == [(7, 9), (9, 7)]
-
-
-def test_a_message_has_an_arrow_from_sender_to_receiver(tmp_path: Path) -> None:
-    sends, receives = one("send", 1_000, 2_000, flow=("send", "a")), one("receive", 0, 5_000, flow=("receive", "a"))
-    trace = written(tmp_path, [part("worker 0", [sends]), part("worker 1", [receives], pid=9)])
-    assert [(source["ts"], target["ts"]) for source, target in trace.arrows] == [(1.0, 4.999)]
+@pytest.mark.parametrize(
+    ("flow", "track", "here", "there", "arrows"),
+    [
+        (("ask", "serve"), "requests", (0, 10_000), (3_000, 7_000), [(0.0, 3.0), (6.999, 9.999)]),
+        (("send", "receive"), "", (1_000, 2_000), (0, 5_000), [(1.0, 4.999)]),
+    ],
+)
+def test_requests_answers_and_messages_are_arrows(
+    flow: tuple[Any, Any], track: str, here: Any, there: Any, arrows: list[tuple[float, float]], tmp_path: Path
+) -> None:
+    spans = [one("one", *here, track=track, flow=(flow[0], "41")), one("lost", 20_000, 21_000, flow=(flow[0], "42"))]
+    other = one("other", *there, track=track, flow=(flow[1], "41"))
+    trace = written(tmp_path, [part("worker 0", spans), part("worker 1", [other], pid=9)])
+    assert [(source["ts"], target["ts"]) for source, target in trace.arrows] == arrows
+    assert [source["pid"] for source, _ in trace.arrows] == [7, 9][: len(arrows)]
 
 
 def test_ranks_at_a_collective_have_arrows_from_the_last_to_arrive(tmp_path: Path) -> None:

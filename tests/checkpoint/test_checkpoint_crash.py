@@ -286,7 +286,9 @@ def test_the_kernel_failing_or_killing_at_the_nth_call_leaves_a_whole_checkpoint
     assert_whole(checkpoint.read(tmp_path), 100)
 
 
-def order_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def test_every_file_is_durable_before_its_name_and_every_name_before_the_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log: list[str] = []
 
     def logged(name: str, function: Callable[..., object]) -> Callable[..., object]:
@@ -299,17 +301,10 @@ def order_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
         return call
 
-    monkeypatch.setattr(os, "fsync", logged("fsync", os.fsync))
-    monkeypatch.setattr(os, "rename", logged("rename", os.rename))
-    save(tmp_path, 0)
-    yield from log
-
-
-def test_every_file_is_durable_before_its_name_and_every_name_before_the_manifest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = tmp_path / "run"
-    assert list(order_of(directory, monkeypatch)) == [
+    for name in ("fsync", "rename"):
+        monkeypatch.setattr(os, name, logged(name, getattr(os, name)))
+    save(tmp_path / "run", 0)
+    assert log == [
         f"fsync {tmp_path.name}",
         "fsync .model-00000001.safetensors.new",
         "fsync .rank0-00000001.safetensors.new",

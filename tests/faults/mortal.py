@@ -20,7 +20,7 @@ class Shard:
     """A server of a directory; its ``with`` block gives a client that has just come, and ends in the server's death."""
 
     def __init__(self, directory: Path, durability: str = "log", **options: object) -> None:
-        self.network = MemoryTransport()
+        self.network, self.directory = MemoryTransport(), directory
         self._make = functools.partial(
             ParameterServer, listen=HERE, transport=self.network, durability=durability, checkpoint_dir=directory,
         )  # fmt: skip

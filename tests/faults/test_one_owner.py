@@ -65,8 +65,12 @@ def test_the_directory_is_let_go_with_the_process_and_kept_while_it_is_frozen(
 
 
 def test_a_forked_child_does_not_keep_a_lock(tmp_path: Path) -> None:
-    """The hook that runs in a child closes what the child has of the lock."""
+    """The hook that runs in a child closes what the child has of the lock; one without the hook has it no more."""
     lock = FileLock(os.open(tmp_path, os.O_RDONLY))
+    copy = os.dup(lock.descriptor)
+    lock.close()
+    lock = FileLock(os.open(tmp_path, os.O_RDONLY))
+    os.close(copy)
     held = lock.descriptor
     generations._forget_in_child()
     assert lock.descriptor == -1

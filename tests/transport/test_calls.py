@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 import torch
@@ -30,8 +31,9 @@ from anabranch.transport import (
     Verb,
     allocate,
 )
-from anabranch.transport.frame import Hello, ReplyHeader, encode
-from waiting import soon, wait_until
+from anabranch.transport.frame import ReplyHeader
+from frame_reading import GREETING, peer, request
+from waiting import running, soon, wait_until
 
 
 def echo(call: Call) -> None:
@@ -64,12 +66,9 @@ def test_threads_that_share_a_client_get_their_own_answers(network: Transport) -
             if not torch.equal(answer.tensors[0], value):
                 wrong.append((index, round_))
 
-    with Server([ECHO], transport=network) as server, Client(transport=network) as client:
-        threads = [threading.Thread(target=ask, args=(index,)) for index in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=60)
+    asks = [functools.partial(ask, index) for index in range(8)]
+    with Server([ECHO], transport=network) as server, Client(transport=network) as client, running(*asks):
+        pass
     assert wrong == []
 
 
@@ -87,9 +86,24 @@ def test_any_other_error_arrives_with_its_type_and_traceback() -> None:
     assert caught.value.elapsed is not None
 
 
-def test_an_unknown_verb_is_refused_with_the_known_ones() -> None:
-    with Server([ECHO]) as server, Client() as client, pytest.raises(NotFound, match="there are: echo"):
-        client.call(Request(server.endpoint, "pull"), soon())
+@pytest.mark.parametrize(
+    ("request_", "error", "says"),
+    [
+        ({"verb": "pull"}, NotFound, "there are: echo, push"),
+        ({"verb": "push"}, ProtocolError, "number its requests"),
+        ({"verb": "echo", "tensors": [torch.zeros(1000)]}, ProtocolError, "over the limit of 1000"),
+    ],
+)
+def test_a_refused_request_is_answered_with_the_reason_and_the_server_continues(
+    request_: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    done: list[Call] = []
+    push = Verb("push", done.append, once=True)
+    with Server([ECHO, push], max_body=1000) as server, Client(retries=0) as client:
+        with pytest.raises(error, match=says):
+            client.call(Request(server.endpoint, **request_), soon())
+        assert client.call(Request(server.endpoint, "echo", tensors=[torch.zeros(250)]), soon()).tensors
+    assert not done
 
 
 def test_a_request_is_checked_before_its_body_has_a_place() -> None:
@@ -123,11 +137,18 @@ def test_the_asker_may_refuse_an_answer_before_it_has_a_place() -> None:
         assert client.call(Request(server.endpoint, "echo", payload=b"x"), soon()).payload == b"x"
 
 
-def test_a_body_over_the_limit_is_refused_and_the_server_continues() -> None:
-    with Server([ECHO], max_body=1000) as server, Client(retries=0) as client:
-        with pytest.raises(ProtocolError, match="over the limit of 1000"):
-            client.call(Request(server.endpoint, "echo", tensors=[torch.zeros(1000)]), soon())
-        assert client.call(Request(server.endpoint, "echo", tensors=[torch.zeros(250)]), soon()).tensors
+def test_an_answer_to_another_request_is_a_protocol_error() -> None:
+    def answer_the_next(call: Call) -> None:
+        call.identity = call.identity[0], call.identity[1] + 1
+        call.reply()
+
+    verb = Verb("wrong", answer_the_next)
+    with (
+        Server([verb]) as server,
+        Client() as client,
+        pytest.raises(ProtocolError, match="the server answered request"),
+    ):
+        client.call(Request(server.endpoint, "wrong"), soon())
 
 
 class Gate:
@@ -154,9 +175,7 @@ def in_thread(function: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-GREETING = b"".join(bytes(part) for part in encode(Hello()))
-SMALL = b"".join(bytes(part) for part in encode(RequestHeader("echo", seconds=60.0), [torch.ones(8)]))
-LARGE = b"".join(bytes(part) for part in encode(RequestHeader("echo", seconds=60.0), [torch.ones(1 << 17)]))
+SMALL, LARGE = (request("echo", tensors=[torch.ones(size)]) for size in (8, 1 << 17))
 
 
 @pytest.mark.parametrize(
@@ -169,38 +188,21 @@ def test_a_connection_that_stalls_in_the_middle_is_closed(said: bytes, monkeypat
     monkeypatch.setattr("anabranch.transport.server.connection._STALLED", 0.2)
     monkeypatch.setattr("anabranch.transport.server.connection._LINGER", 0.05)
     monkeypatch.setattr("anabranch.transport.server.server._SWEEP", 0.05)
-    with Server([Verb("echo", echo, quick=True)]) as server, socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(60)
-        sock.connect(server.endpoint.removeprefix("unix:"))
+    with Server([Verb("echo", echo, quick=True)]) as server, peer(server, said) as sock:
         # The end, after the greeting or the reason that came before it; a timeout otherwise.
         with suppress(ConnectionError):
-            sock.sendall(said)
             while sock.recv(1 << 16):
                 pass
         wait_until(lambda: server.statistics().connections == 0)
         assert server.statistics().bytes_in_flight == 0
 
 
-def test_a_verb_that_runs_once_needs_numbered_requests() -> None:
-    done: list[Call] = []
-    with (
-        Server([Verb("push", done.append, once=True)]) as server,
-        Client() as client,
-        pytest.raises(ProtocolError, match="number its requests"),
-    ):
-        client.call(Request(server.endpoint, "push"), soon())
-    assert not done
-
-
 def test_a_second_request_while_the_first_is_served_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anabranch.transport.server.connection._LINGER", 0.05)
     gate = Gate("echo")
-    with Server([gate.verb]) as server, socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(60)
-        sock.connect(server.endpoint.removeprefix("unix:"))
-        sock.sendall(GREETING + SMALL)
+    with Server([gate.verb]) as server, peer(server, GREETING + SMALL) as sock:
         gate.wait_for(1)
-        sock.sendall(b"".join(encode(RequestHeader("echo", sequence=1, seconds=60.0), [torch.ones(8)])))
+        sock.sendall(request("echo", sequence=1, tensors=[torch.ones(8)]))
         told = b""
         while some := sock.recv(1 << 16):
             told += some
@@ -212,33 +214,28 @@ def test_a_second_request_while_the_first_is_served_ends_the_connection(monkeypa
 
 def test_many_peers_are_called_at_once_and_stragglers_cancelled() -> None:
     gate = Gate()
-    with Server([ECHO]) as quick, Server([gate.verb]) as slow, Client() as client:
+    with Server([ECHO]) as gone:
+        pass
+    with Server([ECHO]) as quick, Server([gate.verb]) as slow, Client(retries=2) as client:
         requests = [
             Request(slow.endpoint, "gate"),
             Request(quick.endpoint, "echo", payload=b"1"),
+            Request(gone.endpoint, "echo"),
             Request(quick.endpoint, "echo", payload=b"2"),
         ]
 
-        def two(outcomes: Sequence[Outcome]) -> bool:
-            return sum(isinstance(outcome, Answer) for outcome in outcomes) >= 2
+        def three(outcomes: Sequence[Outcome]) -> bool:
+            return sum(outcome is not None for outcome in outcomes) >= 3
 
         start = time.monotonic()
-        outcomes = client.gather(requests, soon(), enough=two, grace=0.2)
+        straggler, first, lost, second = client.gather(requests, soon(), enough=three, grace=0.2)
         assert time.monotonic() - start >= 0.2  # the gate, which never opens, was not waited for any longer
-        assert outcomes[0] is None
-        assert [outcome.payload for outcome in outcomes[1:] if isinstance(outcome, Answer)] == [b"1", b"2"]
+        assert straggler is None
+        assert [each.payload for each in (first, second) if isinstance(each, Answer)] == [b"1", b"2"]
+        assert isinstance(lost, PeerLost)
         gate.wait_for(1)
         wait_until(gate.calls[0].drop)
         wait_until(lambda: slow.statistics().calls == 0)
-
-
-def test_one_dead_peer_does_not_delay_the_answers_of_others() -> None:
-    with Server([ECHO]) as server, Client(retries=2) as client:
-        with Server([ECHO]) as gone:
-            endpoint = gone.endpoint
-        outcomes = client.gather([Request(endpoint, "echo"), Request(server.endpoint, "echo", payload=b"here")], soon())
-        assert isinstance(outcomes[0], PeerLost)
-        assert isinstance(outcomes[1], Answer)
 
 
 def test_a_deadline_that_ends_the_retries_names_their_errors() -> None:
@@ -309,6 +306,7 @@ def test_a_waiting_handler_delays_no_other_request() -> None:
 
 def test_an_idle_connection_releases_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anabranch.transport.server.server._REST", 0.05)
+    monkeypatch.setattr("anabranch.transport.server.server._SWEEP", 0.02)
     with Server([ECHO]) as server, Client() as client:
         for _ in range(3):
             assert client.call(Request(server.endpoint, "echo", payload=b"x"), soon()).payload == b"x"
@@ -316,16 +314,18 @@ def test_an_idle_connection_releases_its_thread(monkeypatch: pytest.MonkeyPatch)
         assert server.statistics().connections == 1
 
 
-def test_draining_waits_until_long_answers_are_sent() -> None:
+def test_draining_declines_new_requests_and_waits_until_long_answers_are_sent() -> None:
     gate = Gate()
     verb = Verb("gate", gate.verb.handler, quick=True)
-    with Server([verb], drain_seconds=60.0) as server, Client() as client:
+    with Server([verb], drain_seconds=60.0) as server, Client(retries=0) as client:
         client.most_idle = 8
         outcomes: list[Outcome] = []
         requests = [Request(server.endpoint, "gate") for _ in range(8)]
         asking = in_thread(lambda: outcomes.extend(client.gather(requests, soon())))
         gate.wait_for(8)
         assert not server.drain(0.05)
+        with pytest.raises(PeerLost, match="shutting down"):
+            client.call(Request(server.endpoint, "gate"), soon())
         for call in gate.calls:
             # More than a socket takes at once.
             call.reply([torch.ones(2_000_000)])
@@ -352,21 +352,6 @@ def test_bytes_in_flight_are_bounded_and_released() -> None:
     assert counts["bytes_in_flight"] == 0
     assert counts["requests"] == {"gate": 1, "echo": 2}
     assert counts["errors"] == {"overloaded": 2}
-
-
-def test_a_draining_server_finishes_its_requests_and_declines_new_ones() -> None:
-    gate = Gate()
-    with Server([gate.verb, ECHO]) as server, Client(retries=0) as client:
-        answers: list[Answer] = []
-        thread = in_thread(lambda: answers.append(client.call(Request(server.endpoint, "gate"), soon())))
-        gate.wait_for(1)
-        assert not server.drain(0.01)
-        with pytest.raises(PeerLost, match="shutting down"):
-            client.call(Request(server.endpoint, "echo"), soon())
-        gate.calls[0].reply(payload=b"done")
-        assert server.drain(60.0)
-        thread.join(timeout=60)
-        assert answers[0].payload == b"done"
 
 
 def test_a_closed_client_ends_the_calls_of_other_threads() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NoReturn
 
 import pytest
 import torch
@@ -10,16 +12,13 @@ from torch import Tensor
 
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, RemoteError
-from anabranch.transport import Call, Client, Request, RequestHeader, Server, TensorHeader, Verb
+from anabranch.transport import Call, Client, Request, Server, Verb
+from anabranch.transport.server.connection import Connection
 from waiting import wait_until
 
 
-def exits(call: Call) -> None:
-    raise SystemExit("from the handler")
-
-
-def checks(header: RequestHeader) -> None:
-    raise KeyboardInterrupt("from the check")
+def exits(*_: object) -> NoReturn:
+    raise SystemExit("this is over")
 
 
 def echo(call: Call) -> None:
@@ -32,35 +31,32 @@ def ask(client: Client, server: Server, verb: str, size: int = 1) -> Sequence[Te
 
 @pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize(
-    ("verb", "said"),
-    [
-        (lambda quick: Verb("exit", exits, quick=quick), "SystemExit: from the handler"),
-        (lambda quick: Verb("exit", echo, checks, quick=quick), "KeyboardInterrupt: from the check"),
-    ],
-)
-def test_an_exit_in_a_handler_or_a_check_is_the_callers_error(
-    verb: Callable[[bool], Verb], said: str, quick: bool
-) -> None:
-    with Server([verb(quick), Verb("echo", echo, quick=quick)]) as server, Client(retries=0) as client:
+    "verb", [Verb("exit", exits), Verb("exit", echo, exits), Verb("exit", echo, allocate=exits)],
+    ids=["handler", "check", "allocator"],
+)  # fmt: skip
+def test_an_exit_of_a_verb_is_the_callers_error(verb: Verb, quick: bool) -> None:
+    verbs = [replace(verb, quick=quick), Verb("echo", echo, quick=quick)]
+    with Server(verbs) as server, Client(retries=0) as client:
         for _ in range(2):
-            with pytest.raises(RemoteError, match=said):
+            with pytest.raises(RemoteError, match="SystemExit: this is over"):
                 ask(client, server, "exit")
             assert ask(client, server, "echo")[0].item() == 1.0
         assert server.statistics().calls == 0
 
 
 @pytest.mark.parametrize("size", [1, 100_000])  # read on the loop, and on a thread of the connection's own
-def test_a_connection_that_fails_is_ended_and_the_server_serves_on(size: int, caplog: pytest.LogCaptureFixture) -> None:
-    def no_memory(headers: Sequence[TensorHeader]) -> Sequence[Tensor]:
-        raise SystemExit("from the allocator")
-
-    verbs = [Verb("exit", echo, allocate=no_memory, quick=True), Verb("echo", echo, quick=True)]
-    with Server(verbs) as server, Client(retries=0) as client:
-        with pytest.raises(BoundaryError, match="attempt 1"):  # not after the deadline
-            ask(client, server, "exit", size)
+def test_a_connection_that_fails_is_ended_and_the_server_serves_on(
+    size: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    verb = Verb("echo", echo, quick=True)
+    with Server([verb], drain_seconds=0.01) as server, Client(retries=0) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(Connection, "_serve", exits)
+            with pytest.raises(BoundaryError, match="attempt 1"):  # not after the deadline
+                ask(client, server, "echo", size)
         assert ask(client, server, "echo", size)[0].sum().item() == size
-        wait_until(lambda: server.statistics().calls == 0)
-    assert "from the allocator" in caplog.text
+        wait_until(lambda: server.statistics().connections == 1)
+    assert "this is over" in caplog.text
 
 
 def test_heartbeats_continue_after_a_health_check_has_exited(caplog: pytest.LogCaptureFixture) -> None:

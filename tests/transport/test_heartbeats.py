@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import socket
-from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
 
 from anabranch.errors import DeadlineExceeded, PeerLost
 from anabranch.testing import FakeClock
-from anabranch.transport import Call, Client, Deadline, Request, RequestHeader, Server, Verb
-from anabranch.transport.frame import Heartbeat, Hello, encode
-from frame_reading import next_frame, wire_of
+from anabranch.transport import Call, Client, Deadline, Request, Server, Verb
+from anabranch.transport.frame import Heartbeat, Hello
+from frame_reading import GREETING, next_frame, peer, request, wire_of
 from networks import CountingTransport
 from waiting import running, wait_until
 
@@ -24,16 +22,18 @@ def waits(calls: list[Call]) -> Verb:
     return Verb("wait", calls.append)
 
 
-def test_a_server_beats_while_a_call_waits() -> None:
-    calls: list[Call] = []
-    with (
-        Server([waits(calls)], heartbeat=HEARTBEAT, drain_seconds=0.01) as server,
-        socket.socket(socket.AF_UNIX) as asker,
-    ):
-        asker.settimeout(60)
-        asker.connect(server.endpoint.removeprefix("unix:"))
-        asker.sendall(b"".join(encode(Hello())) + b"".join(encode(RequestHeader("wait", seconds=60.0))))
+def ask(client: Client, server: Server, errors: list[Exception]) -> None:
+    try:
+        client.call(Request(server.endpoint, "wait"), Deadline.after(100.0))
+    except PeerLost as error:
+        errors.append(error)
 
+
+def test_a_server_beats_while_a_call_waits() -> None:
+    with (
+        Server([waits([])], heartbeat=HEARTBEAT, drain_seconds=0.01) as server,
+        peer(server, GREETING + request("wait")) as asker,
+    ):
         wire = wire_of(asker)
         headers = [type(next_frame(wire).header) for _ in range(4)]
     assert headers == [Hello, Heartbeat, Heartbeat, Heartbeat]
@@ -46,21 +46,12 @@ def test_beats_keep_a_client_waiting_and_their_end_is_noticed(monkeypatch: pytes
     calls: list[Call] = []
     errors: list[Exception] = []
     healthy = True
-
-    def ask() -> None:
-        try:
-            client.call(Request(server.endpoint, "wait"), Deadline.after(100.0))
-        except PeerLost as error:
-            errors.append(error)
-
+    server = Server([waits(calls)], heartbeat=HEARTBEAT, healthy=lambda: healthy, transport=network, drain_seconds=0.01)
     with (
-        Server(
-            [waits(calls)], heartbeat=HEARTBEAT, healthy=lambda: healthy, transport=network, drain_seconds=0.01
-        ) as server,
+        server,
         Client(transport=network, heartbeat=HEARTBEAT) as client,
-        ExitStack() as stack,
+        running(lambda: ask(client, server, errors)),
     ):
-        stack.enter_context(running(ask))
         wait_until(lambda: calls)
         for _ in range(5):  # more than four silences that are too long, were the beats not heard
             clock.advance(1.8 * HEARTBEAT)
@@ -94,12 +85,6 @@ def test_a_client_that_slept_itself_waits_for_one_more_beat(monkeypatch: pytest.
     calls: list[Call] = []
     errors: list[Exception] = []
 
-    def ask() -> None:
-        try:
-            client.call(Request(server.endpoint, "wait"), Deadline.after(100.0))
-        except PeerLost as error:
-            errors.append(error)
-
     def after(heartbeats: float) -> list[Exception]:
         clock.advance(heartbeats * HEARTBEAT)
         before = clock.read
@@ -109,7 +94,7 @@ def test_a_client_that_slept_itself_waits_for_one_more_beat(monkeypatch: pytest.
     with (
         Server([waits(calls)], heartbeat=HEARTBEAT, healthy=lambda: False, drain_seconds=0.01) as server,
         Client(heartbeat=HEARTBEAT) as client,
-        running(ask),
+        running(lambda: ask(client, server, errors)),
     ):
         wait_until(lambda: calls)
         assert not after(0.0)  # the server may have the request before its client has noted the time

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from anabranch.transport import Call, Client, Request, RequestHeader, Server, Verb
-from anabranch.transport.frame import Hello, encode
+from anabranch.testing import FakeClock
+from anabranch.transport import Call, Client, Request, Server, Verb
 from anabranch.transport.server import server as drivers
+from frame_reading import peer, request
 from waiting import soon, wait_until
-
-GREETING = b"".join(encode(Hello()))
 
 
 @pytest.mark.parametrize(
@@ -31,7 +30,7 @@ def test_arriving_requests_are_read_before_any_is_served_up_to_a_limit(
         calls.append(call)
         if call.target == "first":
             # Is in the server's buffer before this one's handler returns.
-            other.sendall(b"".join(encode(RequestHeader("take", "second", seconds=60.0))))
+            other.sendall(request("take", "second"))
 
     def round_over(*, one_of_many: bool) -> None:
         assert not one_of_many
@@ -42,12 +41,9 @@ def test_arriving_requests_are_read_before_any_is_served_up_to_a_limit(
 
     with (
         Server([Verb("take", take, quick=True)], after_round=round_over) as server,
-        socket.socket(socket.AF_UNIX) as other,
+        peer(server) as other,
         Client() as asker,
     ):
-        other.settimeout(60)
-        other.connect(server.endpoint.removeprefix("unix:"))
-        other.sendall(GREETING)
         assert other.recv(1 << 16)  # greeted: it is polled for from here on
         asker.call(Request(server.endpoint, "take", "first"), soon())
         assert other.recv(1 << 16)
@@ -57,6 +53,7 @@ def test_arriving_requests_are_read_before_any_is_served_up_to_a_limit(
 def test_threads_that_were_replaced_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each round that took long left its thread in a list, for as long as the server ran."""
     monkeypatch.setattr(drivers, "_AWAY", 0.0)
+    monkeypatch.setattr("anabranch.transport.client.time", SimpleNamespace(monotonic=FakeClock()))  # no beat is late
     calls: list[Call] = []
 
     def round_over(*, one_of_many: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import select
 import threading
 from typing import NoReturn
 
@@ -26,7 +27,7 @@ def no_thread(*_: object) -> NoReturn:
     raise RuntimeError("can't start new thread")
 
 
-@pytest.mark.parametrize(("where", "name", "want"), [(os, "eventfd", full), (threading.Thread, "start", no_thread)])
+@pytest.mark.parametrize(("where", "name", "want"), [(select, "epoll", full), (threading.Thread, "start", no_thread)])
 def test_a_connection_without_a_thread_is_closed_and_the_others_are_served(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: object, name: str, want: object
 ) -> None:

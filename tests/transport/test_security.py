@@ -9,13 +9,14 @@ import socket
 import ssl
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from anabranch.errors import PeerLost, ProtocolError, Unauthorized
 from anabranch.transport import Call, Client, Request, Server, Verb, make_keys, sockets
-from anabranch.transport.frame import Hello, encode
+from frame_reading import GREETING
 from programs import Programs
 from waiting import soon
 
@@ -25,13 +26,6 @@ def echo(call: Call) -> None:
 
 
 ECHO = Verb("echo", echo)
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("keys")
-    make_keys(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -77,19 +71,17 @@ def test_a_host_without_ipv6_says_so_of_the_endpoint(endpoint: str, monkeypatch:
 
 
 @pytest.mark.parametrize("size", [1, 1_000_000])
-def test_certified_peers_speak_over_tls(keys: Path, size: int) -> None:
+@pytest.mark.parametrize("named", ["here", "in the environment"])
+def test_certified_peers_speak_over_tls(keys: Path, size: int, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(size)
-    with Server([ECHO], listen="tcp://127.0.0.1:0", keys=keys) as server, Client(keys=keys) as client:
+    given = keys if named == "here" else None
+    if given is None:
+        monkeypatch.setenv("ANABRANCH_KEYS", str(keys))
+    with Server([ECHO], listen="tcp://127.0.0.1:0", keys=given) as server, Client(keys=given) as client:
         for _ in range(3):
             answer = client.call(Request(server.endpoint, "echo", tensors=[tensor]), soon())
             assert torch.equal(answer.tensors[0], tensor)
         assert answer.payload.startswith(b"worker 127.0.0.1:")
-
-
-def test_the_environment_may_name_the_keys(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ANABRANCH_KEYS", str(keys))
-    with Server([ECHO], listen="tcp://127.0.0.1:0") as server, Client() as client:
-        assert client.call(Request(server.endpoint, "echo"), soon()).payload.startswith(b"worker")
 
 
 def refused(client: Client, endpoint: str) -> None:
@@ -126,47 +118,41 @@ def test_a_role_without_permission_is_refused_with_the_reason(keys: Path) -> Non
             assert client.call(Request(server.endpoint, "echo"), soon())
 
 
-def test_a_peer_without_tls_is_rejected_at_once_with_the_reason(keys: Path) -> None:
+@pytest.mark.parametrize("secure", ["server", "client"])
+def test_a_peer_without_tls_is_rejected_at_once_with_the_reason(keys: Path, secure: str) -> None:
+    options: list[Any] = [{"keys": keys}, {"insecure": True}]
+    of_server, of_client = options if secure == "server" else options[::-1]
+    refusal = pytest.raises(Unauthorized, match="only TLS 1.3 with certificates")
     with (
-        Server([ECHO], listen="tcp://127.0.0.1:0", keys=keys) as server,
-        Client(insecure=True) as client,
-        pytest.raises(Unauthorized, match="only TLS 1.3 with certificates"),
+        Server([ECHO], listen="tcp://127.0.0.1:0", **of_server) as server,
+        Client(**of_client) as client,
+        refusal if secure == "server" else pytest.raises((ProtocolError, PeerLost)),
     ):
         client.call(Request(server.endpoint, "echo"), soon())
 
 
-def test_a_server_without_tls_is_refused_by_a_client_with_keys(keys: Path) -> None:
-    with (
-        Server([ECHO], listen="tcp://127.0.0.1:0", insecure=True) as server,
-        Client(keys=keys) as client,
-        pytest.raises((ProtocolError, PeerLost)),
-    ):
-        client.call(Request(server.endpoint, "echo"), soon())
-
-
-def test_a_peer_without_a_certificate_gets_only_the_reason(keys: Path) -> None:
+@pytest.mark.parametrize("wrong", ["no certificate", "an old version"])
+def test_a_peer_without_a_certificate_or_with_an_old_tls_gets_nothing(keys: Path, wrong: str) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
+    if wrong == "an old version":  # is all that is wrong
+        context.load_cert_chain(keys / "worker.pem")
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
+    says = "CERTIFICATE_REQUIRED" if wrong == "no certificate" else "PROTOCOL_VERSION"
+
+    def speak(plain: socket.socket) -> None:
+        with context.wrap_socket(plain) as sock:
+            sock.sendall(GREETING)
+            sock.recv(1)
+
     with Server([ECHO], listen="tcp://127.0.0.1:0", keys=keys) as server:
         host, port = server.endpoint.removeprefix("tcp://").split(":")
-        with socket.create_connection((host, int(port)), timeout=60) as plain, context.wrap_socket(plain) as sock:
-            sock.sendall(b"".join(bytes(part) for part in encode(Hello())))
-            with pytest.raises(ssl.SSLError, match="CERTIFICATE_REQUIRED"):
-                sock.recv(1)
-
-
-def test_an_old_tls_version_is_refused(keys: Path) -> None:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    # Its certificate is right: the version is all that is wrong.
-    context.load_cert_chain(keys / "worker.pem")
-    context.maximum_version = ssl.TLSVersion.TLSv1_2
-    with Server([ECHO], listen="tcp://127.0.0.1:0", keys=keys) as server:
-        host, port = server.endpoint.removeprefix("tcp://").split(":")
-        with socket.create_connection((host, int(port)), timeout=60) as plain, pytest.raises(ssl.SSLError):
-            context.wrap_socket(plain)
+        with (
+            socket.create_connection((host, int(port)), timeout=60) as plain,
+            pytest.raises(ssl.SSLError, match=says),
+        ):
+            speak(plain)
 
 
 def test_keys_are_private_and_never_overwritten(tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ import gc
 import os
 import random
 import signal
-import socket
-import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +17,11 @@ from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, PeerLost, RemoteError, SchemaError
 from anabranch.testing import FakeClock, LossyTransport, MemoryTransport
 from anabranch.transport import Answer, Call, Client, Request, RequestHeader, Server, Verb
-from anabranch.transport.frame import Hello, encode
 from anabranch.transport.server.connection import OnceTable
+from frame_reading import GREETING, peer
 from networks import CountingTransport
 from programs import Program, Programs
-from waiting import soon, wait_until
+from waiting import running, soon, wait_until
 
 
 class Parameter:
@@ -55,24 +53,16 @@ def test_a_push_is_applied_once_however_often_the_network_cuts_or_repeats_it(cou
 
 
 def test_a_retry_joins_the_request_that_still_runs() -> None:
-    network, running = CountingTransport(), threading.Event()
-    calls: list[Call] = []
-
-    def slow(call: Call) -> None:
-        calls.append(call)
-        running.set()
-
-    with Server([Verb("slow", slow, once=True)], transport=network) as server, Client(transport=network) as client:
+    network, calls = CountingTransport(), list[Call]()
+    verb = Verb("slow", calls.append, once=True)
+    with Server([verb], transport=network) as server, Client(transport=network) as client:
         answers: list[Answer] = []
-        thread = threading.Thread(
-            target=lambda: answers.append(client.call(Request(server.endpoint, "slow", once=True), soon())), daemon=True
-        )
-        thread.start()
-        assert running.wait(timeout=60)
-        network.cut()
-        wait_until(lambda: server.statistics().served >= 1)
-        calls[0].reply(payload=b"once")
-        thread.join(timeout=60)
+        request = Request(server.endpoint, "slow", once=True)
+        with running(lambda: answers.append(client.call(request, soon()))):
+            wait_until(lambda: calls)
+            network.cut()
+            wait_until(lambda: server.statistics().served >= 1)
+            calls[0].reply(payload=b"once")
     assert len(calls) == 1
     assert answers[0].payload == b"once"
 
@@ -260,15 +250,13 @@ def abuse(server: Server, client: Client, rng: random.Random, rounds: int) -> No
             with pytest.raises(BoundaryError):
                 client.call(Request(server.endpoint, "echo", tensors=[torch.ones(4096)]), soon())
         else:
-            throw_garbage(server.endpoint, rng)
+            throw_garbage(server, rng)
 
 
-def throw_garbage(endpoint: str, rng: random.Random) -> None:
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(60)
-        sock.connect(endpoint.removeprefix("unix:"))
-        greeting = b"".join(bytes(part) for part in encode(Hello()))
-        sock.sendall(rng.choice([b"", greeting, greeting[:10]]) + rng.randbytes(rng.randrange(1, 100)))
+def throw_garbage(server: Server, rng: random.Random) -> None:
+    said = rng.choice([b"", GREETING, GREETING[:10]]) + rng.randbytes(rng.randrange(1, 100))
+    with peer(server, said):
+        pass
 
 
 @pytest.mark.parametrize("count", [600, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])

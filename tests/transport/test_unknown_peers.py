@@ -10,19 +10,12 @@ from pathlib import Path
 import pytest
 
 from anabranch.errors import Overloaded
-from anabranch.transport import Client, Request, Server, Verb, make_keys
-from anabranch.transport.frame import Hello, encode
+from anabranch.transport import Client, Request, Server, Verb
+from frame_reading import GREETING
 from waiting import soon, wait_until
 
 ECHO = Verb("echo", lambda call: call.reply(payload=call.payload), quick=True)
 TCP = "tcp://127.0.0.1:0"
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("keys")
-    make_keys(folder)
-    return folder
 
 
 @contextmanager
@@ -83,7 +76,7 @@ def test_who_has_not_greeted_has_ten_seconds_however_it_drips() -> None:
         wait_until(lambda: server.statistics().connections == 1)
         (connection,) = server._admission.connections
         began = connection._began
-        peers[0].sendall(b"".join(bytes(part) for part in encode(Hello()))[:10])
+        peers[0].sendall(GREETING[:10])
         wait_until(lambda: connection.progress > began)
         assert not connection.overdue(began + 9.9)
         assert connection.overdue(began + 10.1)

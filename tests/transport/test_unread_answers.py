@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import gc
-import socket
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
 import torch
 
 from anabranch.errors import Overloaded
-from anabranch.testing import FakeClock
-from anabranch.transport import Call, Checked, Client, Request, RequestHeader, Server, Verb
-from anabranch.transport.frame import Hello, encode
+from anabranch.transport import Call, Checked, Client, Request, Server, Verb
+from frame_reading import GREETING, peer, request
 from waiting import soon, wait_until
 
 # More than the buffers of a Unix socket take.
@@ -40,20 +37,12 @@ class Large:
         return sum(ref() is not None for ref in self.alive)
 
 
-@contextmanager
-def asker(server: Server) -> Iterator[socket.socket]:
-    """Asks and does not read."""
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(20)
-        sock.connect(server.endpoint.removeprefix("unix:"))
-        asked = [*encode(Hello()), *encode(RequestHeader("large", seconds=60.0))]
-        sock.sendall(b"".join(bytes(part) for part in asked))
-        yield sock
+ASKS = GREETING + request("large")
+"""Of one that asks and does not read."""
 
 
 @pytest.fixture
 def _no_collector() -> Iterator[None]:
-    gc.collect()
     gc.disable()
     yield
     gc.enable()
@@ -65,7 +54,7 @@ def test_an_answer_is_freed_at_once_when_its_client_has_gone(quick: bool) -> Non
     large = Large(quick=quick)
     with Server([large.verb]) as server, ExitStack() as stack:
         for _ in range(4):
-            stack.enter_context(asker(server))
+            stack.enter_context(peer(server, ASKS))
         wait_until(lambda: server.statistics().served == 4)
         assert large.held() == 4
         stack.close()
@@ -74,18 +63,11 @@ def test_an_answer_is_freed_at_once_when_its_client_has_gone(quick: bool) -> Non
         wait_until(lambda: large.held() == 0)
 
 
-@pytest.fixture
-def _never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that does not read keeps its answer, however long the test takes."""
-    monkeypatch.setattr("anabranch.transport.server.connection._UNREAD", 1000.0)
-
-
-@pytest.mark.usefixtures("_never_cut")
 def test_unread_answers_have_a_budget_and_reading_clients_are_served() -> None:
     large = Large(quick=True)
     with Server([large.verb], max_bytes_in_flight=2 * NBYTES) as server, ExitStack() as stack:
         for _ in range(2):
-            stack.enter_context(asker(server))
+            stack.enter_context(peer(server, ASKS))
         wait_until(lambda: server.statistics().served == 2)
         with Client() as client:
             with pytest.raises(Overloaded, match="clients that do not read"):
@@ -94,28 +76,6 @@ def test_unread_answers_have_a_budget_and_reading_clients_are_served() -> None:
             stack.close()
             wait_until(lambda: server.statistics().connections == 1)
             assert float(client.call(Request(server.endpoint, "large"), soon()).tensors[0].sum()) == NUMBERS
-
-
-def test_a_client_that_has_not_read_for_long_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    large = Large(quick=True)
-    with Server([large.verb], max_bytes_in_flight=2 * NBYTES) as server, ExitStack() as stack, Client() as client:
-        idle = []
-        for count in (1, 2):
-            idle.append(stack.enter_context(asker(server)))
-            wait_until(lambda count=count: server.statistics().served == count)
-        monkeypatch.setattr("anabranch.transport.server.connection._UNREAD", 0.0)
-        assert float(client.call(Request(server.endpoint, "large"), soon()).tensors[0].sum()) == NUMBERS
-        # The one that waited longest was cut, the other may still read.
-        wait_until(lambda: server.statistics().connections == 2)
-        assert read_all(idle[0]) < NBYTES
-        assert large.held() <= 2
-
-
-def read_all(sock: socket.socket) -> int:
-    total = 0
-    while some := sock.recv(1 << 20):
-        total += len(some)
-    return total
 
 
 @pytest.mark.usefixtures("_no_collector")
@@ -128,18 +88,14 @@ def test_half_a_request_is_freed_at_once_when_its_client_has_gone() -> None:
         return [torch.from_numpy(memory)]
 
     verb = Verb("large", lambda call: call.reply(), allocate=place)
-    with Server([verb]) as server, socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(20)
-        sock.connect(server.endpoint.removeprefix("unix:"))
-        asked = [*encode(Hello()), *encode(RequestHeader("large", seconds=60.0), [torch.ones(NUMBERS)])]
-        sock.sendall(b"".join(bytes(part) for part in asked)[: NBYTES // 2])
+    asked = GREETING + request("large", tensors=[torch.ones(NUMBERS)])
+    with Server([verb]) as server, peer(server, asked[: NBYTES // 2]) as sock:
         wait_until(lambda: len(places) == 1)
         sock.close()
         wait_until(lambda: server.statistics().connections == 0)
         wait_until(lambda: places[0]() is None)
 
 
-@pytest.mark.usefixtures("_never_cut")
 def test_an_answer_without_room_is_not_made() -> None:
     """Room was reserved for answers that had been made, so as many as there are threads exceeded the bound."""
     made: list[int] = []
@@ -151,7 +107,7 @@ def test_an_answer_without_room_is_not_made() -> None:
     verb = Verb("large", answer, lambda header: Checked(answer_bytes=NBYTES), quick=True)
     with Server([verb], max_bytes_in_flight=2 * NBYTES) as server, ExitStack() as stack, Client() as client:
         for _ in range(2):
-            stack.enter_context(asker(server))
+            stack.enter_context(peer(server, ASKS))
         wait_until(lambda: server.statistics().served == 2)
         with pytest.raises(Overloaded, match=f"{NBYTES} bytes"):
             client.call(Request(server.endpoint, "large"), soon())
@@ -167,7 +123,7 @@ def test_an_answer_without_room_is_not_made() -> None:
 def test_room_is_free_again_if_no_answer_comes(end: str) -> None:
     calls: list[Call] = []
     verb = Verb("large", calls.append, lambda header: Checked(answer_bytes=NBYTES), quick=True)
-    with Server([verb]) as server, asker(server) as sock:
+    with Server([verb]) as server, peer(server, ASKS) as sock:
         wait_until(lambda: len(calls) == 1)
         assert server.statistics().bytes_in_flight == NBYTES
         if end == "error":
@@ -176,21 +132,3 @@ def test_room_is_free_again_if_no_answer_comes(end: str) -> None:
             sock.close()
             wait_until(calls[0].drop)
         wait_until(lambda: server.statistics().bytes_in_flight == 0)
-
-
-def test_memory_of_unread_answers_is_returned_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    returned: list[int] = []
-    monkeypatch.setattr("anabranch.transport.server.server._GIVEN_BACK", 4 * NBYTES)
-    monkeypatch.setattr("anabranch.transport.server.server.give_memory_back", lambda: returned.append(large.held()))
-    monkeypatch.setattr("anabranch.transport.client.time", SimpleNamespace(monotonic=FakeClock()))  # no beat is late
-    large = Large(quick=True)
-    with Server([large.verb], heartbeat=0.02) as server, ExitStack() as stack, Client() as client:
-        for _ in range(4):
-            stack.enter_context(asker(server))
-        wait_until(lambda: server.statistics().served == 4)
-        for _ in range(4):  # an answer that was read is not one of them: its memory is used again
-            client.call(Request(server.endpoint, "large"), soon())
-        assert returned == []
-        stack.close()
-        wait_until(lambda: returned)
-    assert len(returned) == 1

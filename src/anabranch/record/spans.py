@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from threading import get_ident
 from time import monotonic, monotonic_ns
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 CAPACITY = 250_000
 """Spans that a process records at most; the others are counted."""
@@ -195,19 +195,6 @@ def mark(name: str, /, **facts: object) -> None:
         complete(monotonic_ns(), name, "event", facts=facts)
 
 
-class Open(Protocol):
-    """Something that is being done, and says what."""
-
-    def open_span(self) -> Mapping[str, object]:
-        """Return the span's name, its start (``"since"``, monotonic seconds) and its facts; called on any thread."""
-        ...
-
-
-shown: dict[Open, None] = {}
-"""What is being done and shown: a dict, so that each change is one operation and needs no lock. A wait on the way of
-every step adds and removes itself, for a tenth of a microsecond."""
-
-
 class Lasting:
     """A span of this thread that is shown while it is open: a wait for others, or work that may delay a step for long.
 
@@ -243,6 +230,11 @@ class Lasting:
         shown.pop(self, None)
         if self._traced:
             complete(self._start, self._name, self._category, facts=dict(self._facts()))
+
+
+shown: dict[Lasting, None] = {}
+"""Those that are open: a dict, so that each change is one operation and needs no lock. A wait on the way of every step
+adds and removes itself, for a tenth of a microsecond."""
 
 
 def open_spans(longer_than: float = LONG) -> list[dict[str, Any]]:

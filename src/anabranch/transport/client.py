@@ -28,7 +28,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from itertools import filterfalse, repeat
+from itertools import filterfalse
 from operator import attrgetter
 from typing import TypeAlias
 
@@ -171,7 +171,7 @@ class Client:
         self._busy: set[_Channel] = set()
         self._closed = False
         self.epoch = os.urandom(16)
-        # Not from 0: with a relay's shared connections, another client's answer would have the same number.
+        # Not from 0: a trace tells requests of several clients apart by their numbers.
         self._first = self._next = secrets.randbelow(_FIRST_NUMBERS)
         self._outstanding: set[int] = set()
         self._prune_at = 0.0
@@ -260,10 +260,30 @@ class Client:
                 f"process; make a new one in this process, {os.getpid()} (also a new ParameterClient, if it belongs "
                 "to one)"
             )
-        exchanges = list(map(_Exchange, repeat(self), requests, repeat(deadline), repeat(len(requests) > 1)))
+        exchanges = [_Exchange(self, request, deadline, together=len(requests) > 1) for request in requests]
+        waiting = exchanges
         try:
             if exchanges:
-                _Waiting(exchanges).run(deadline, enough, grace, watch, every)
+                with spans.Lasting("wait", "wait", lambda: _wait_for(waiting or exchanges)):
+                    _start(exchanges)
+                    finished, left = 0, deadline
+                    look_at = float("inf") if watch is None else time.monotonic() + every
+                    while waiting := list(filterfalse(_done, exchanges)):
+                        if enough is not None and len(exchanges) - len(waiting) > finished:
+                            finished = len(exchanges) - len(waiting)
+                            if enough(list(map(_outcome, exchanges))):
+                                if grace <= 0:
+                                    break
+                                enough, left = None, left.sooner(grace)
+                        now = time.monotonic()
+                        if watch is not None and now >= look_at:
+                            watch()
+                            look_at = now + every
+                        if left.expired():
+                            for exchange in waiting if deadline.expired() else ():
+                                exchange.expire()
+                            break
+                        _continue(waiting, min(now + left.remaining(), look_at))
         finally:
             for exchange in exchanges:
                 if not exchange.done:
@@ -422,214 +442,201 @@ _Wait: TypeAlias = tuple[int, int, float]
 _READY: _Wait = (-1, 0, 0.0)
 
 
-class _Exchange(msgspec.Struct, eq=False):
-    """One request, from the first attempt to its outcome."""
+class _Exchange:
+    """One request, from the first attempt to its outcome.
 
-    client: Client
-    request: Request
-    deadline: Deadline
-    together: bool
-    """With others: it waits once, ready, before its request leaves."""
-    outcome: Outcome = None
-    channel: _Channel | None = None
-    sequence: int = -1
-    attempts: int = 0
-    silent: float = 0.0
-    progress: float = 0.0
-    excused: float = 0.0
-    """Seconds since ``progress`` that do not count as silence: this process slept, and its server may have too."""
-    last_error: Exception | None = None
-    span: int = 0
-    """When it began, if somebody records."""
-    done: bool = False
-    """True once there is an outcome, or there will never be one."""
-    steps: Generator[_Wait, None, None] | None = None
-    wait: _Wait = _READY
-    happened: int = 0
-    """The events that have come."""
+    Args:
+        together: it is asked with others, and waits once, ready, before its request leaves.
+
+    Attributes:
+        done: true once there is an outcome, or there will never be one.
+        wait: what it waits for.
+    """
+
+    def __init__(self, client: Client, request: Request, deadline: Deadline, *, together: bool) -> None:
+        self.client, self.request, self.deadline = client, request, deadline
+        self.outcome: Outcome = None
+        self.done = False
+        self.wait = _READY
+        self._sequence = -1
+        self._attempts = 0
+        self._lost: Exception | None = None
+        self._heard = False
+        # Of the connection: when bytes last moved, the seconds since then that do not count as silence because this
+        # process slept, and its server may have too, and the seconds of the silences before.
+        self._progress = self._excused = self._silent = 0.0
+        self._span = 0
+        self._steps = self._ask(together)
+
+    def go_on(self, events: int = 0) -> None:
+        """Continue, now that ``events`` have come, until it has to wait again or has an outcome."""
+        try:
+            self.wait = self._steps.send(events or None)
+        except StopIteration as ended:
+            self.end(ended.value)
 
     def expire(self) -> None:
         """End the exchange at its deadline."""
-        lost = self.last_error
-        why = f"{getattr(lost, 'strerror', None) or lost}, at attempt {self.attempts}" if lost is not None else ""
-        request = self.request
+        request, lost = self.request, self._lost
+        why = self._why() if lost is not None else ""
         error = self.deadline.error(peer=request.endpoint, operation=self.operation(), step=request.step, why=why)
         error.__cause__ = lost
         self.end(error)
 
     def end(self, outcome: Outcome) -> None:
         """End it wherever it waits; its connection is closed, because the response may still come."""
-        if self.steps is not None:
-            self.steps.close()
-        self._finish(outcome)
+        self._steps.close()
+        self.outcome, self.done = outcome, True
+        if self.request.once and self._sequence >= 0:
+            self.client._settle(self._sequence)
+        if self._span:
+            self._record()
 
-    def _steps(self) -> Generator[_Wait, None, None]:
+    def _ask(self, together: bool) -> Generator[_Wait, int | None, Outcome]:
         """Ask until there is an outcome, and retry."""
         client, request = self.client, self.request
-        self.sequence, settled = client._number(once=request.once)
-        self.span = spans.begin()
+        self._sequence, settled = client._number(once=request.once)
+        self._span = spans.begin()
         fresh = False
         while True:
-            used = heard = False
+            channel: _Channel | None = None
+            used = reusable = self._heard = False
             try:
-                self.progress, self.excused = time.monotonic(), 0.0
-                channel = self.channel = client._channel(request.endpoint, fresh=fresh)
-                wire = channel.wire
-                stream = wire.stream
+                channel = client._channel(request.endpoint, fresh=fresh)
                 used = channel.connected
-                if not used:
-                    while not stream.handshake():
-                        yield self._wait(select.POLLOUT if stream.wants_write() else select.POLLIN)
-                        self._check_silence()
-                    channel.connected = True
-                    # The request follows the greeting at once: an unauthorized client is refused anyway.
-                    wire.waiting += encode(Hello())
-                if request.role is not None and stream.peer.role not in (None, request.role):
-                    raise Unauthorized(
-                        f"the server's certificate has role {stream.peer.role!r}, but role {request.role!r} was "
-                        "requested"
-                    )
-                header = RequestHeader(
-                    request.verb,
-                    request.target,
-                    client.epoch if request.once else b"",
-                    self.sequence,
-                    settled,
-                    self.deadline.remaining(),
-                    request.schema,
-                    request.payload,
-                )
-                wire.waiting += encode(header, request.tensors)
-                if used and self.together:
-                    yield _READY
-                answer: Header | None = None
-                tensors: Sequence[Tensor] | None = None
-                readable = 0
-                while True:
-                    received, sent, broken = wire.received, 0, None
-                    if wire.waiting:
-                        try:
-                            sent = wire.send()
-                        except OSError as error:
-                            # An error that the server sent before it closed may still be readable, and says more.
-                            broken = error.with_traceback(None)
-                    while readable or broken is not None:
-                        if answer is None:
-                            answer = wire.header()
-                            if answer is None:
-                                break
-                            tensors = ()
-                            if isinstance(answer, ReplyHeader):
-                                tensors = None  # a duplicate of an earlier answer is skipped
-                                if answer.sequence == self.sequence:
-                                    if request.check is not None:
-                                        request.check(answer)
-                                    tensors = allocate(answer.tensors)
-                            elif answer.tensors:
-                                raise ProtocolError(f"a server sends no {type(answer).__name__} with tensors")
-                        if not wire.receive(tensors):
-                            break
-                        heard = heard or not isinstance(answer, Hello)
-                        if isinstance(answer, ReplyHeader) and tensors is not None:
-                            self._finish(Answer(tensors, answer.payload), reusable=not wire.waiting and not wire.more)
-                            return
-                        failure = self._note(answer, channel)
-                        if failure is not None:
-                            self._finish(failure, reusable=not wire.waiting and not wire.more)
-                            return
-                        answer = None
-                    if broken is not None:
-                        raise broken
-                    if sent or wire.received != received:
-                        self.progress, self.excused = time.monotonic(), 0.0
-                    yield self._wait(select.POLLIN | (select.POLLOUT if wire.waiting else 0))
-                    readable = self.happened & ~select.POLLOUT
-                    if not self.happened:
-                        self._check_silence()
-                        readable = bool(stream.ready_at)
+                outcome = yield from self._converse(channel, settled, together)
+                reusable = not channel.wire.waiting and not channel.wire.more
+                return outcome
             except OSError as error:
                 # Without this the error's traceback would hold this exchange, which holds the error: a cycle.
-                self.last_error = error.with_traceback(None)
+                self._lost = error.with_traceback(None)
             except BoundaryError as error:
-                self._finish(self._named(error))
-                return
+                return self._named(error)
             except (ValueError, TypeError) as error:
-                self._finish(error)
-                return
-            if self.channel is not None:
-                client._release(request.endpoint, self.channel, reusable=False)
-                self.channel = None
+                return error
+            finally:
+                if channel is not None:
+                    client._release(request.endpoint, channel, reusable=reusable)
             fresh = True
-            if used and not heard:
+            if used and not self._heard:
                 continue  # the connection had gone stale in the pool
-            self.attempts += 1
-            lost = self.last_error
-            if self.attempts > client._retries or client._closed:
-                gone = self._error(PeerLost, f"{lost.strerror or lost}, at attempt {self.attempts}")
-                gone.__cause__ = lost
-                self._finish(gone)
-                return
-            pause = min(_FIRST_BACKOFF * 2 ** (self.attempts - 1), _LONGEST_BACKOFF)
-            spans.mark("transport.retry", peer=request.endpoint, operation=self.operation(), error=str(lost))
+            self._attempts += 1
+            if self._attempts > client._retries or client._closed:
+                gone = self._named(PeerLost(self._why()))
+                gone.__cause__ = self._lost
+                return gone
+            pause = min(_FIRST_BACKOFF * 2 ** (self._attempts - 1), _LONGEST_BACKOFF)
+            spans.mark("transport.retry", peer=request.endpoint, operation=self.operation(), error=str(self._lost))
             yield -1, 0, time.monotonic() + pause
 
-    def _wait(self, events: int) -> _Wait:
-        """Return what to wait for on the connection: these events, or the moment at which its server is silent."""
-        assert self.channel is not None
-        stream = self.channel.wire.stream
-        silent = self.progress + self.excused + 2 * self.channel.heartbeat
-        if stream.ready_at > time.monotonic():
-            return -1, 0, min(stream.ready_at, silent)
-        return stream.descriptor, events, silent
+    def _converse(self, channel: _Channel, settled: int, together: bool) -> Generator[_Wait, int | None, Outcome]:
+        """Send the request, and receive until its answer has come."""
+        request, wire = self.request, channel.wire
+        stream, used = wire.stream, channel.connected
+        self._progress, self._excused = time.monotonic(), 0.0
+        if not used:
+            while not stream.handshake():
+                yield from self._wait(channel, select.POLLOUT if stream.wants_write() else select.POLLIN)
+            channel.connected = True
+            # The request follows the greeting at once: an unauthorized client is refused anyway.
+            wire.waiting += encode(Hello())
+        if request.role is not None and stream.peer.role not in (None, request.role):
+            raise Unauthorized(
+                f"the server's certificate has role {stream.peer.role!r}, but role {request.role!r} was requested"
+            )
+        epoch = self.client.epoch if request.once else b""
+        header = RequestHeader(
+            request.verb, request.target, epoch, self._sequence, settled, self.deadline.remaining(), request.schema,
+            request.payload,
+        )  # fmt: skip
+        wire.waiting += encode(header, request.tensors)
+        if used and together:
+            yield _READY
+        answer: Header | None = None
+        tensors: Sequence[Tensor] | None = None
+        readable = False
+        while True:
+            received, sent, broken = wire.received, 0, None
+            if wire.waiting:
+                try:
+                    sent = wire.send()
+                except OSError as error:
+                    # An error that the server sent before it closed may still be readable, and says more.
+                    broken = error.with_traceback(None)
+            while readable or broken is not None:
+                if answer is None:
+                    answer = wire.header()
+                    if answer is None:
+                        break
+                    tensors = ()
+                    if isinstance(answer, ReplyHeader):
+                        tensors = None  # the answer to a post is skipped
+                        if answer.sequence == self._sequence:
+                            if request.check is not None:
+                                request.check(answer)
+                            tensors = allocate(answer.tensors)
+                    elif answer.tensors:
+                        raise ProtocolError(f"a server sends no {type(answer).__name__} with tensors")
+                if not wire.receive(tensors):
+                    break
+                self._heard = self._heard or not isinstance(answer, Hello)
+                if isinstance(answer, ReplyHeader) and tensors is not None:
+                    return Answer(tensors, answer.payload)
+                failure = self._note(answer, channel)
+                if failure is not None:
+                    return failure
+                answer = None
+            if broken is not None:
+                raise broken
+            if sent or wire.received != received:
+                self._progress, self._excused = time.monotonic(), 0.0
+            readable = yield from self._wait(channel, select.POLLIN | (select.POLLOUT if wire.waiting else 0))
 
-    def _check_silence(self) -> None:
-        """Give up on a server that is silent for two beats."""
-        assert self.channel is not None
-        now, heartbeat = time.monotonic(), self.channel.heartbeat
-        silent = self.progress + self.excused + 2 * heartbeat
-        if now < silent:
-            return
-        if not self.excused and now - silent > heartbeat / 10:
-            # Nobody woke this process in time: all of this machine may have stood still. One more beat is waited for.
-            self.excused = now - heartbeat - self.progress
-            return
-        self.silent += now - self.progress
-        why = f"no beat for {self.silent:.2f} s: the server is frozen, or not an anabranch server"
-        raise TimeoutError(why) if self.silent < self.client.patience else self._error(PeerLost, why)
+    def _wait(self, channel: _Channel, events: int) -> Generator[_Wait, int | None, bool]:
+        """Wait for these events; return True if there may be something to read.
+
+        Raises:
+            PeerLost, TimeoutError: the server was silent for two beats.
+        """
+        stream, heartbeat = channel.wire.stream, channel.heartbeat
+        silent = self._progress + self._excused + 2 * heartbeat
+        if stream.ready_at > time.monotonic():
+            happened = yield -1, 0, min(stream.ready_at, silent)
+        else:
+            happened = yield stream.descriptor, events, silent
+        if happened:
+            return bool(happened & ~select.POLLOUT)
+        now = time.monotonic()
+        if now >= silent:
+            if not self._excused and now - silent > heartbeat / 10:
+                # Nobody woke this process in time: all of this machine may have stood still. One more beat is waited
+                # for.
+                self._excused = now - heartbeat - self._progress
+            else:
+                self._silent += now - self._progress
+                why = f"no beat for {self._silent:.2f} s: the server is frozen, or not an anabranch server"
+                raise TimeoutError(why) if self._silent < self.client.patience else PeerLost(why)
+        return bool(stream.ready_at)
 
     def _note(self, header: Header, channel: _Channel) -> Exception | None:
         """Take a frame that is no answer; returns the error to raise if it is a failure."""
-        if isinstance(header, (ReplyHeader, FailureFrame)) and header.sequence not in (self.sequence, None):
-            if header.sequence in channel.posted:
-                channel.posted.remove(header.sequence)
-                return None
-            spans.mark("transport.repeated_answer", peer=self.request.endpoint, operation=self.operation())
+        if isinstance(header, (ReplyHeader, FailureFrame)) and header.sequence not in (self._sequence, None):
+            if header.sequence not in channel.posted:
+                raise ProtocolError(f"the server answered request {header.sequence}, not {self._sequence}")
+            channel.posted.remove(header.sequence)
         elif isinstance(header, FailureFrame):
             if header.code == "leaving":
                 raise ConnectionAbortedError(header.message)
+            request = self.request
             return error_of(
-                header,
-                peer=self.request.endpoint,
-                operation=self.operation(),
-                step=self.request.step,
+                header, peer=request.endpoint, operation=self.operation(), step=request.step,
                 elapsed=self.deadline.elapsed(),
-            )
+            )  # fmt: skip
         elif isinstance(header, Hello):
             channel.heartbeat = min(max(header.heartbeat, 1e-3), 3600.0)
         elif not isinstance(header, Heartbeat):
             raise ProtocolError(f"a server sends no {type(header).__name__}")
         return None
-
-    def _finish(self, outcome: Outcome, *, reusable: bool = False) -> None:
-        """End it; its connection is reusable only if its request was sent in full and answered."""
-        self.outcome, self.done = outcome, True
-        if self.channel is not None:
-            self.client._release(self.request.endpoint, self.channel, reusable=reusable)
-            self.channel = None
-        if self.request.once and self.sequence >= 0:
-            self.client._settle(self.sequence)
-        if self.span:
-            self._record()
 
     def _record(self) -> None:
         """Record its time for a trace."""
@@ -641,15 +648,15 @@ class _Exchange(msgspec.Struct, eq=False):
             facts["error"] = "cancelled" if outcome is None else type(outcome).__name__
         if request.step is not None:
             facts["step"] = request.step
-        flow: spans.Flow = "ask", str(self.sequence)
-        spans.complete(self.span, self.operation(), "crossing", track="requests", flow=flow, facts=facts)
+        flow: spans.Flow = "ask", str(self._sequence)
+        spans.complete(self._span, self.operation(), "crossing", track="requests", flow=flow, facts=facts)
 
     def operation(self) -> str:
         """Return the verb and its target, for errors."""
         return f"{self.request.verb} {self.request.target}".rstrip()
 
-    def _error(self, kind: type[BoundaryError], message: str) -> BoundaryError:
-        return self._named(kind(message))
+    def _why(self) -> str:
+        return f"{getattr(self._lost, 'strerror', None) or self._lost}, at attempt {self._attempts}"
 
     def _named(self, error: BoundaryError) -> BoundaryError:
         """Return the same error, with its peer and operation filled in where they were missing."""
@@ -663,77 +670,32 @@ class _Exchange(msgspec.Struct, eq=False):
 _done, _outcome = attrgetter("done"), attrgetter("outcome")
 
 
-@dataclass(eq=False)
-class _Waiting:
-    """The exchanges of one ``gather``, each continued when its server has answered."""
+def _start(exchanges: Sequence[_Exchange]) -> None:
+    for first in range(0, len(exchanges), _SENT_TOGETHER):
+        some = exchanges[first : first + _SENT_TOGETHER]
+        for exchange in some:
+            exchange.go_on()
+        for exchange in some:
+            if exchange.wait is _READY and not exchange.done:
+                exchange.go_on()
 
-    exchanges: Sequence[_Exchange]
-    waiting: Sequence[_Exchange] = ()
-    """Those without an outcome."""
 
-    def open_span(self) -> dict[str, object]:
-        """Say whom the caller waits for, for ``anabranch status``."""
-        waiting = self.waiting or self.exchanges
-        since = round(time.monotonic() - waiting[0].deadline.elapsed(), 3)
-        return {"name": "wait", "since": since, **_wait_for(waiting)}
-
-    def run(
-        self,
-        deadline: Deadline,
-        enough: Callable[[Sequence[Outcome]], bool] | None,
-        grace: float,
-        watch: Callable[[], None] | None,
-        every: float,
-    ) -> None:
-        """Continue until all have an outcome, or enough have one and ``grace`` seconds have passed."""
-        exchanges = self.exchanges
-        for first in range(0, len(exchanges), _SENT_TOGETHER):
-            some = exchanges[first : first + _SENT_TOGETHER]
-            for exchange in some:
-                exchange.steps = exchange._steps()
-                exchange.wait = next(exchange.steps, _READY)
-            for exchange in some:
-                if exchange.wait is _READY and exchange.steps is not None:
-                    exchange.wait = next(exchange.steps, _READY)
-        finished, whole = 0, deadline
-        look_at = float("inf") if watch is None else time.monotonic() + every
-        span = spans.begin()
-        spans.shown[self] = None
-        try:
-            while waiting := list(filterfalse(_done, exchanges)):
-                self.waiting = waiting
-                if enough is not None and len(exchanges) - len(waiting) > finished:
-                    finished = len(exchanges) - len(waiting)
-                    if enough(list(map(_outcome, exchanges))):
-                        if grace <= 0:
-                            return
-                        enough, deadline = None, deadline.sooner(grace)
-                if watch is not None and time.monotonic() >= look_at:
-                    watch()
-                    look_at = time.monotonic() + every
-                now, left = time.monotonic(), deadline.remaining()
-                if left <= 0:
-                    for exchange in waiting if whole.expired() else ():
-                        exchange.expire()
-                    return
-                wake, poller = min(now + left, look_at), select.poll()
-                for exchange in waiting:
-                    descriptor, events, until = exchange.wait
-                    if descriptor >= 0:
-                        poller.register(descriptor, events)
-                    wake = min(wake, until)
-                # Rounded up, or the last millisecond would be spent spinning.
-                happened = dict(poller.poll(max(0, int((wake - now) * 1000) + 1)))
-                now = time.monotonic()
-                for exchange in waiting:
-                    assert exchange.steps is not None
-                    exchange.happened = happened.get(exchange.wait[0], 0)
-                    if exchange.happened or exchange.wait[2] <= now:
-                        exchange.wait = next(exchange.steps, _READY)
-        finally:
-            spans.shown.pop(self, None)
-            if span:
-                spans.complete(span, "wait", "wait", facts=_wait_for(exchanges))
+def _continue(waiting: Sequence[_Exchange], wake: float) -> None:
+    """Wait until ``wake`` for something that one of them waits for, and let those continue for which it has come."""
+    poller = select.poll()
+    for exchange in waiting:
+        descriptor, events, until = exchange.wait
+        if descriptor >= 0:
+            poller.register(descriptor, events)
+        wake = min(wake, until)
+    # Rounded up, or the last millisecond would be spent spinning.
+    happened = dict(poller.poll(max(0, int((wake - time.monotonic()) * 1000) + 1)))
+    now = time.monotonic()
+    for exchange in waiting:
+        descriptor, _, until = exchange.wait
+        events = happened.get(descriptor, 0)
+        if events or until <= now:
+            exchange.go_on(events)
 
 
 def _nbytes(tensors: Sequence[Tensor], payload: bytes) -> int:

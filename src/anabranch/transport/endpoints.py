@@ -7,7 +7,7 @@ import os
 import shutil
 import stat
 import tempfile
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,19 +82,15 @@ class ClaimedPath:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._made: PrivateFolder | None = None
-        if path is None:
-            self._made = PrivateFolder()
-            path = self._made.path / "socket"
-        self.path = path
-        try:
+        with ExitStack() as stack:
+            self.path = stack.enter_context(PrivateFolder()) / "socket" if path is None else path
             self.owner = _check_directory(self.path.parent)
             self._lock_path = self.path.with_name(self.path.name + ".lock")
-            self._lock = self._take_lock()
+            stack.callback(os.close, self._take_lock())
+            stack.callback(self._lock_path.unlink, missing_ok=True)
             self.path.unlink(missing_ok=True)
-        except BaseException:
-            self._remove_directory()
-            raise
+            stack.callback(self.path.unlink, missing_ok=True)
+            self._stack = stack.pop_all()
 
     def _take_lock(self) -> int:
         while True:
@@ -112,16 +108,11 @@ class ClaimedPath:
                 pass
             os.close(lock)
 
-    def release(self) -> None:
-        """Remove the socket, the lock, and the directory if it is ours."""
-        self.path.unlink(missing_ok=True)
-        self._lock_path.unlink(missing_ok=True)
-        os.close(self._lock)
-        self._remove_directory()
+    def __enter__(self) -> ClaimedPath:
+        return self
 
-    def _remove_directory(self) -> None:
-        if self._made is not None:
-            self._made.remove()
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
 
 def _check_directory(directory: Path) -> int:
@@ -148,7 +139,6 @@ def _check_directory(directory: Path) -> int:
 _PREFIX = "anabranch-live-"
 # The room for a path in sockaddr_un, less the closing zero and the longest name of a socket in a folder.
 _LONGEST = 107 - 27
-_ATTEMPTS = 4
 
 
 class PrivateFolder:
@@ -168,14 +158,10 @@ class PrivateFolder:
         if len(os.fsencode(parent)) + len(_PREFIX) + 9 > _LONGEST:
             parent = Path("/tmp")  # noqa: S108 - exists on every system
         _remove_dead(parent)
-        # Another process may consider a folder dead before it is locked; without file locks none does.
-        for _ in range(_ATTEMPTS):
-            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-            self._lock = _lock(self.path, fcntl.LOCK_SH)
-            if self._lock is not None:
-                return
-            shutil.rmtree(self.path, ignore_errors=True)
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        # Named only once it is locked: another process would consider it dead.
+        new = Path(tempfile.mkdtemp(prefix=f"new-{_PREFIX}", dir=parent))
+        self._lock = _lock(new, fcntl.LOCK_SH)
+        self.path = new.rename(parent / new.name.removeprefix("new-"))
 
     def remove(self) -> None:
         """Remove the folder and its contents."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
+from typing import Unpack
 
 from anabranch.errors import (
     ActivationsGone,
@@ -26,13 +27,14 @@ from anabranch.errors import (
     SchemaError,
     SessionGone,
     Unauthorized,
+    Where,
 )
 from anabranch.record.spans import mark
 from anabranch.transport.frame import FailureFrame
 
 _log = logging.getLogger("anabranch.transport")
 
-_MISTAKES: dict[str, type[ValueError | CheckpointError]] = {
+_ERRORS: dict[str, type[ValueError | CheckpointError | BoundaryError]] = {
     "activations_gone": ActivationsGone,  # before their base classes
     "another_schema": AnotherSchema,
     "session_gone": SessionGone,
@@ -40,13 +42,13 @@ _MISTAKES: dict[str, type[ValueError | CheckpointError]] = {
     "schema": SchemaError,
     "non_finite": NonFinite,
     "disk": CheckpointError,
-}
-_REFUSALS: dict[str, type[BoundaryError]] = {
     "deadline": DeadlineExceeded,
     "overloaded": Overloaded,
     "unauthorized": Unauthorized,
     "protocol": ProtocolError,
     "leaving": PeerLost,
+    "rolled_back": RolledBack,
+    "remote": RemoteError,
 }
 _LONGEST_TEXT = 6_000
 
@@ -59,47 +61,36 @@ def failure_of(error: BaseException, sequence: int | None = None) -> FailureFram
     >>> failure_of(ZeroDivisionError("1/0")).remote_type
     'ZeroDivisionError'
     """
-    for code, mistake in _MISTAKES.items():
-        if isinstance(error, mistake):
-            return FailureFrame(code, _shorten(str(error)), sequence=sequence)
-    for code, refusal in _REFUSALS.items():
-        if type(error) is refusal:
-            return FailureFrame(code, _shorten(error.message), sequence=sequence)
+    code = next((code for code, kind in _ERRORS.items() if isinstance(error, kind)), None)
+    kind = trace = ""
+    if code is None:
+        code, kind, trace = "remote", _name_of(error), "".join(traceback.format_exception(error))
+        message = f"{kind}: {error}"
+    else:
+        message = error.message if isinstance(error, BoundaryError) else str(error)
     if isinstance(error, RolledBack):
-        return FailureFrame("rolled_back", _shorten(error.message), str(error.lost), sequence=sequence)
-    if isinstance(error, RemoteError):
-        return FailureFrame(
-            "remote", _shorten(error.message), error.remote_type, _shorten(error.remote_traceback), sequence
-        )
-    text = "".join(traceback.format_exception(error))
-    return FailureFrame("remote", _shorten(f"{_name_of(error)}: {error}"), _name_of(error), _shorten(text), sequence)
+        kind = str(error.lost)
+    elif isinstance(error, RemoteError):
+        kind, trace = error.remote_type, error.remote_traceback
+    return FailureFrame(code, _shorten(message), kind, _shorten(trace), sequence)
 
 
-def error_of(failure: FailureFrame, *, peer: str, operation: str, step: int | None, elapsed: float) -> Exception:
+def error_of(failure: FailureFrame, **where: Unpack[Where]) -> Exception:
     """Return the error to raise for ``failure``, naming the peer; a caller's mistake keeps its type and gets a note
     with the peer.
     """
-    message = printable(failure.message)
-    mistake = _MISTAKES.get(failure.code)
-    if mistake is not None:
-        error = mistake(message)
-        error.add_note(f"refused by {peer}, operation {operation}")
-        return error
-    refusal = _REFUSALS.get(failure.code)
-    if refusal is not None:
-        return refusal(message, peer=peer, operation=operation, step=step, elapsed=elapsed)
-    if failure.code == "rolled_back":
+    kind, message = _ERRORS.get(failure.code, RemoteError), printable(failure.message)
+    if issubclass(kind, RolledBack):
         lost = int(failure.remote_type) if failure.remote_type.isdigit() else 0
-        return RolledBack(message, lost=lost, peer=peer, operation=operation, step=step, elapsed=elapsed)
-    return RemoteError(
-        message,
-        remote_type=printable(failure.remote_type),
-        remote_traceback=printable(failure.remote_traceback),
-        peer=peer,
-        operation=operation,
-        step=step,
-        elapsed=elapsed,
-    )
+        return kind(message, lost=lost, **where)
+    if issubclass(kind, RemoteError):
+        remote_type, remote_traceback = printable(failure.remote_type), printable(failure.remote_traceback)
+        return kind(message, remote_type=remote_type, remote_traceback=remote_traceback, **where)
+    if issubclass(kind, BoundaryError):
+        return kind(message, **where)
+    error = kind(message)
+    error.add_note(f"refused by {where.get('peer')}, operation {where.get('operation')}")
+    return error
 
 
 def printable(text: str) -> str:

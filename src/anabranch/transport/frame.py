@@ -85,9 +85,8 @@ class RequestHeader(msgspec.Struct, array_like=True, frozen=True, forbid_unknown
     """The header of a client's request.
 
     ``epoch`` and ``sequence`` identify the request for ever, on any connection; no request of this epoch below
-    ``settled`` will ever be retried. An empty epoch marks an idempotent request. The answer repeats ``sequence``, so
-    that a duplicate is not mistaken for the answer to the next request. A client's first sequence is random, so that it
-    does not mistake the answer to another client's request for its own.
+    ``settled`` will ever be retried. An empty epoch marks an idempotent request. The answer repeats ``sequence``.
+    A client's first one is random, so that a trace tells the requests of several clients apart.
     """
 
     verb: _Word

@@ -17,14 +17,3 @@ def keep_one_heap() -> None:
     """
     with suppress(AttributeError):
         ctypes.CDLL(None).mallopt(ctypes.c_int(_ARENA_MAX), ctypes.c_int(1))
-
-
-def give_memory_back() -> None:
-    """Return to the system every free page of this process's heaps, also those between blocks in use.
-
-    By itself glibc returns only the end of a heap, and one small block there keeps all freed memory below it. Maps of
-    their own for large blocks (``M_MMAP_THRESHOLD``) would do it at once, but every pull and push would pay for new
-    pages: with blocks of 8 MB they took half as long again. On other systems than glibc nothing happens.
-    """
-    with suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))

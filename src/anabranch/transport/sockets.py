@@ -14,7 +14,7 @@ import ssl
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from errno import EINPROGRESS
 from functools import partial
 from itertools import count
@@ -52,7 +52,7 @@ Recognise = Callable[[socket.socket], Peer]
 
 
 class SocketStream:
-    """One connected socket, possibly under TLS; see ``Stream``."""
+    """One socket that was accepted, or connects, possibly under TLS; see ``Stream``."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class SocketStream:
         recognise: Recognise,
         name: str,
         *,
-        connecting: bool = False,
+        connect_to: Any = None,
     ) -> None:
         sock.setblocking(False)
         if sock.family == socket.AF_UNIX:
@@ -72,24 +72,21 @@ class SocketStream:
         self._secure = context is not None
         if context is not None:
             # wrap_socket asks whether the socket is connected, so a client wraps before it connects.
-            sock = context.wrap_socket(sock, server_side=not connecting, do_handshake_on_connect=False)
+            sock = context.wrap_socket(sock, server_side=connect_to is None, do_handshake_on_connect=False)
         self._sock = sock
         self._recognise = recognise
         self._name = name
-        self._accepted = not connecting
-        self._connecting = connecting
-        self._want: Literal["read", "write"] = "write" if connecting else "read"
+        self._accepted = connect_to is None
+        self._connecting = not self._accepted
+        self._want: Literal["read", "write"] = "write" if self._connecting else "read"
         self.descriptor = sock.fileno()
         self.ready_at = 0.0
         self.peer = NOBODY
-
-    def connect(self, address: Any) -> SocketStream:
-        """Begin to connect; ``handshake`` completes it."""
-        code = self._sock.connect_ex(address)
-        if code not in (0, EINPROGRESS):
-            self._sock.close()
-            raise ConnectionRefusedError(code, os.strerror(code))
-        return self
+        if self._connecting:  # ``handshake`` completes it
+            code = sock.connect_ex(connect_to)
+            if code not in (0, EINPROGRESS):
+                sock.close()
+                raise ConnectionRefusedError(code, os.strerror(code))
 
     def wants_write(self) -> bool:
         """Return True if the handshake waits to write."""
@@ -196,7 +193,7 @@ class SocketListener:
         endpoint: str,
         context: ssl.SSLContext | None,
         recognise: Recognise,
-        release: Callable[[], object],
+        release: Callable[[], object] = lambda: None,
         job: str | None = None,
     ) -> None:
         sock.setblocking(False)
@@ -268,17 +265,14 @@ class SocketTransport:
         return self._listen_unix(parsed)
 
     def _listen_unix(self, endpoint: UnixEndpoint | None) -> SocketListener:
-        claim = ClaimedPath(None if endpoint is None else endpoint.path)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
+        with ExitStack() as stack:
+            claim = stack.enter_context(ClaimedPath(None if endpoint is None else endpoint.path))
+            sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             sock.bind(str(claim.path))
             claim.path.chmod(0o600)
             sock.listen(_BACKLOG)
-        except BaseException:
-            sock.close()
-            claim.release()
-            raise
-        return SocketListener(sock, f"unix:{claim.path}", None, _of_users(claim.owner), claim.release)
+            release = stack.pop_all().close
+        return SocketListener(sock, f"unix:{claim.path}", None, _of_users(claim.owner), release)
 
     def _listen_tcp(self, endpoint: TcpEndpoint) -> SocketListener:
         host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
@@ -296,7 +290,7 @@ class SocketTransport:
             message = f"cannot listen on tcp://{host}:{endpoint.port}: {error.strerror or error}"
             raise OSError(error.errno, message) from None
         return SocketListener(
-            sock, f"tcp://{host}:{sock.getsockname()[1]}", self._server_context, self._certified, _nothing, self._job
+            sock, f"tcp://{host}:{sock.getsockname()[1]}", self._server_context, self._certified, job=self._job
         )
 
     def connect(self, endpoint: str) -> SocketStream:
@@ -306,7 +300,7 @@ class SocketTransport:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             # Root can read this process's memory anyway.
             recognise = _of_users(os.geteuid(), 0)
-            return SocketStream(sock, None, recognise, endpoint, connecting=True).connect(str(parsed.path))
+            return SocketStream(sock, None, recognise, endpoint, connect_to=str(parsed.path))
         self._check_tcp(endpoint)
         try:
             addresses = socket.getaddrinfo(parsed.host, parsed.port, type=socket.SOCK_STREAM)
@@ -315,7 +309,7 @@ class SocketTransport:
         # A server at a name listens on its IPv4 address, where it has one; resolvers may put the other first.
         family, _, _, _, address = min(addresses, key=lambda each: each[0] != socket.AF_INET)
         sock = socket.socket(family, socket.SOCK_STREAM)
-        return SocketStream(sock, self._client_context, self._certified, endpoint, connecting=True).connect(address)
+        return SocketStream(sock, self._client_context, self._certified, endpoint, connect_to=address)
 
     def _check_tcp(self, endpoint: str) -> None:
         if self._server_context is None and not self._insecure:
@@ -323,10 +317,6 @@ class SocketTransport:
                 f"{endpoint}: TCP without certificates would admit anyone; make keys with `anabranch keys DIR` and "
                 "give keys=DIR, or set insecure=True (on the command line --keys DIR, --insecure)"
             )
-
-
-def _nothing() -> None:
-    """Release nothing: a port is free again once its socket is closed."""
 
 
 def _of_users(*users: int) -> Recognise:
@@ -416,7 +406,7 @@ class MemoryTransport:
         if address is None:
             raise ConnectionRefusedError(f"nothing listens at {endpoint}")
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        return SocketStream(sock, None, _this_process, endpoint, connecting=True).connect(address)
+        return SocketStream(sock, None, _this_process, endpoint, connect_to=address)
 
 
 def _this_process(sock: socket.socket) -> Peer:

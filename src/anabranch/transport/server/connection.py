@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -52,7 +52,7 @@ from anabranch.transport.frame import (
     allocate,
     encode,
 )
-from anabranch.transport.streams import Peer, Stream
+from anabranch.transport.streams import Stream
 
 # The longest deadline accepted from a client, in seconds.
 _LONGEST = 24 * 3600.0
@@ -68,8 +68,6 @@ _READS = select.POLLIN | select.POLLRDHUP
 _SENDS = _READS | select.POLLOUT
 ALONE = -1
 """What ``Connection.step`` returns in place of events if the request needs a loop with this connection alone."""
-# Seconds after which a client that reads no byte of its answer loses it if others need the room.
-_UNREAD = 2.0
 
 
 @dataclass(slots=True)
@@ -144,15 +142,6 @@ class ServerStatistics:
     bytes_sent: int = 0
 
 
-class Admitted(NamedTuple):
-    """A request that may be served: its verb, what the check knows, and bytes of the budget for body and answer."""
-
-    verb: Verb
-    checked: Checked | None
-    body: int
-    answer: int
-
-
 class Admission:
     """The requests that a server serves: who may ask, the bytes that they take, and their counts.
 
@@ -171,7 +160,6 @@ class Admission:
         connections: all that are open.
         unknown: those that have not greeted.
         counts: all but the number of connections; ``bytes_in_flight`` are those of the budget that are taken.
-        dropped: bytes of requests and answers freed because their clients have gone.
     """
 
     def __init__(
@@ -193,11 +181,10 @@ class Admission:
         self.unknown: dict[Connection, None] = {}
         self.draining = False
         self.counts = ServerStatistics()
-        self.dropped = 0
 
-    def admit(self, peer: Peer, header: RequestHeader, nbytes: int) -> Admitted:
-        """Admit a request with ``nbytes`` of tensors, if ``peer`` may ask it now; ``end_call`` frees its bytes."""
-        verb = self.verbs.get(header.verb)
+    def admit(self, connection: Connection, header: RequestHeader, nbytes: int) -> Call:
+        """Admit a request with ``nbytes`` of tensors, if its client may ask it now, and give them their memory."""
+        peer, verb = connection.wire.stream.peer, self.verbs.get(header.verb)
         if verb is None:
             raise NotFound(f"no verb {header.verb!r}; there are: {', '.join(sorted(self.verbs))}")
         if verb.roles is not None and peer.role is not None and peer.role not in verb.roles:
@@ -214,17 +201,22 @@ class Admission:
                 raise PeerLost("the server is shutting down")
             self.reserve(nbytes)
             self.counts.calls += 1
-        answer = 0
+        call = Call(self, verb, connection, header, nbytes)
         try:
-            checked = None if verb.check is None else verb.check(header)
-            if checked is not None and checked.answer_bytes > _SMALL:
-                self.reserve(checked.answer_bytes)
-                answer = checked.answer_bytes
+            if verb.check is not None:
+                call.checked = checked = verb.check(header)
+                if checked is not None and checked.answer_bytes > _SMALL:
+                    self.reserve(checked.answer_bytes)
+                    call.room = checked.answer_bytes
+            try:
+                call.tensors = verb.allocate(header.tensors)
+            except (RuntimeError, MemoryError) as error:
+                raise Overloaded(f"not enough memory for {nbytes} bytes: {error}") from None
         except BaseException:
-            self.end_call(nbytes)
+            self.end_call(nbytes + call.room)
             raise
         self.counts.requests[verb.name] += 1
-        return Admitted(verb, checked, nbytes, answer)
+        return call
 
     def end_call(self, nbytes: int) -> None:
         """Record that a call which has ``nbytes`` of the budget is over."""
@@ -235,7 +227,7 @@ class Admission:
     def reserve(self, nbytes: int) -> None:
         """Reserve ``nbytes`` for a request or an answer; ``Overloaded`` without room."""
         with self.lock:
-            if self.counts.bytes_in_flight + nbytes > self._max_bytes and not self._make_room(nbytes):
+            if self.counts.bytes_in_flight + nbytes > self._max_bytes:
                 taken = self.counts.bytes_in_flight
                 raise Overloaded(
                     f"no memory for a request or response of {nbytes} bytes: {taken} bytes of others are in flight, "
@@ -247,16 +239,6 @@ class Admission:
         """Free the bytes of an answer that was sent, or that will not be read."""
         with self.lock:
             self.counts.bytes_in_flight -= nbytes
-
-    def _make_room(self, nbytes: int) -> bool:
-        """Cut off clients that do not read their answers, those first that have not for longest."""
-        now = time.monotonic()
-        unread = [connection for connection in self.connections if connection.unread_for(now) >= _UNREAD]
-        for connection in sorted(unread, key=lambda each: -each.unread_for(now)):
-            connection.give_answer_up()
-            if self.counts.bytes_in_flight + nbytes <= self._max_bytes:
-                return True
-        return False
 
     def count(self, failure: FailureFrame, *, refused: bool = False) -> None:
         """Count an answer that was an error, or a request or connection that was refused."""
@@ -280,29 +262,26 @@ class Call:
     """
 
     def __init__(
-        self,
-        admission: Admission,
-        admitted: Admitted,
-        connection: Connection,
-        header: RequestHeader,
-        tensors: Sequence[Tensor],
+        self, admission: Admission, verb: Verb, connection: Connection, header: RequestHeader, nbytes: int
     ) -> None:
         self._span = spans.begin()
         self.verb = header.verb
         self.target = header.target
         self.payload = header.payload
         self.schema = header.schema
-        self.checked = admitted.checked
-        self.tensors = tensors
+        self.checked: Checked | None = None
+        self.tensors: Sequence[Tensor] = ()
         self.peer = connection.wire.stream.peer
         self.deadline = Deadline(min(max(header.seconds, 1e-3), _LONGEST))
         self.identity: RequestIdentity = (header.epoch, header.sequence)
         self.settled = header.settled
-        self.once = admitted.verb.once and bool(header.epoch)
+        self.once = verb.once
         self.recipients = [connection]
         """The connections that wait for the answer: more than one where a retry has joined."""
+        self.handling = verb
+        self.nbytes, self.room = nbytes, 0
+        """Bytes of the budget that its tensors have, and those that are reserved for its answer."""
         self._admission = admission
-        self._nbytes, self._room = admitted.body, admitted.answer
         self._lock = admission.once.lock if self.once else threading.Lock()
         self._answered = False
 
@@ -344,8 +323,8 @@ class Call:
             if self._answered:
                 return
             recipients, self.recipients = self.recipients, []
-            room = self._room if recipients else 0  # which the answer keeps until it has been sent
-            self._room -= room
+            room = self.room if recipients else 0  # which the answer keeps until it has been sent
+            self.room -= room
             self.close(frame if done else None)
         fault_point("transport.before_reply")
         for connection in recipients:
@@ -364,11 +343,11 @@ class Call:
             admission.once.abandon(self.identity)
         with admission.lock:
             admission.counts.served += 1
-            admission.counts.bytes_received += self._nbytes
+            admission.counts.bytes_received += self.nbytes
             admission.counts.bytes_sent += answered
-            admission.end_call(self._nbytes + self._room)
+            admission.end_call(self.nbytes + self.room)
         if self._span:
-            facts: dict[str, object] = {"peer": self.peer.name, "received_bytes": self._nbytes, "sent_bytes": answered}
+            facts: dict[str, object] = {"peer": self.peer.name, "received_bytes": self.nbytes, "sent_bytes": answered}
             flow: spans.Flow = "serve", str(self.identity[1])
             name = f"{self.verb} {self.target}".rstrip()
             spans.complete(self._span, name, "serve", track="served", flow=flow, facts=facts)
@@ -394,25 +373,23 @@ class Connection:
         self.wire = Wire(stream, admission.max_body)
         self.loop: object = None
         """The loop that drives it."""
-        self.wake: Callable[[Connection], None] = _nobody
-        """Tells that loop that there is something to send or to end; from any thread."""
+        self.watch: Callable[[Connection], None] = lambda connection: None
+        """Has that loop poll for the events that are of interest now; from any thread."""
         self.alone = False
         """True if that loop drives no other connection, so that this one may block it."""
         self.registered = 0
         """The events that the loop polls for."""
         self.closed = False
         self._admission = admission
-        # Held for every use of the stream but poll and abort: OpenSSL allows one thread at a time.
-        self._lock = threading.RLock()
+        # For every use of the stream but poll and abort: OpenSSL allows one thread at a time.
+        self.lock = threading.RLock()
         self._phase = _Phase.SHAKING
-        # The frame that is being received, and whether its body has memory; ``None`` for one that is skipped.
+        # The frame that is being received, whether it was accepted, and the call it makes if it is not skipped.
         self._header: Header | None = None
         self._accepted = False
-        self._tensors: Sequence[Tensor] | None = ()
-        self._admitted: Admitted | None = None
+        self._receiving: Call | None = None
         self._call: Call | None = None
         self._left = False
-        self._last: RequestIdentity = (b"", -1)
         self._room = 0  # bytes of the budget that answers have which have not been read
         self._began = time.monotonic()
         self.progress = self._began
@@ -424,7 +401,7 @@ class Connection:
 
     def answer(self, call: Call, frame: Sequence[memoryview], room: int) -> None:
         """Write the answer, for which ``room`` is reserved, as far as the socket takes it; the loop does the rest."""
-        with self._lock:
+        with self.lock:
             if self._call is not call or self.closed:
                 self._admission.release(room)
                 return
@@ -447,24 +424,9 @@ class Connection:
             self._room += nbytes
             self._write(frame)
 
-    def unread_for(self, now: float) -> float:
-        """Seconds since the client took the last byte of an answer that is counted; 0 if none waits."""
-        return now - self.progress if self._room and self.wire.waiting else 0.0
-
-    def give_answer_up(self) -> None:
-        """Cuts the connection and frees its answer at once, unless it is just being written."""
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
-            if self.wire.waiting and not self.closed:
-                self._drop_answer()
-                self.abort()
-        finally:
-            self._lock.release()
-
     def beat(self, frame: Sequence[memoryview]) -> None:
         """Send a beat to a client that waits within its deadline."""
-        if not self._lock.acquire(blocking=False):
+        if not self.lock.acquire(blocking=False):
             return
         try:
             call = self._call
@@ -473,18 +435,17 @@ class Connection:
             if serving and (waits or not self.wire.idle()):
                 self._write(frame)
         finally:
-            self._lock.release()
+            self.lock.release()
 
     def abort(self) -> None:
-        """Cuts the connection; its loop removes it."""
-        with self._lock:
+        """Cuts the connection, which its loop notices and removes."""
+        with self.lock:
             if not self.closed:
                 self.wire.stream.abort()
-                self.wake(self)
 
     def busy(self) -> bool:
         """Return True if a request is being served, or bytes of an answer have not left yet."""
-        with self._lock:
+        with self.lock:
             return not self.closed and (self._call is not None or bool(self.wire.waiting))
 
     def _write(self, frame: Sequence[memoryview]) -> None:
@@ -495,7 +456,7 @@ class Connection:
             self.wire.stream.abort()
             return
         if self.wire.waiting:
-            self.wake(self)
+            self.watch(self)
         elif self._room:
             self._free_room()
 
@@ -507,10 +468,7 @@ class Connection:
 
     def _drop_answer(self) -> None:
         """Free an answer that will not be read, and the room reserved for one."""
-        if self.wire.waiting:
-            with self._admission.lock:
-                self._admission.dropped += self._room
-            self.wire.waiting.clear()
+        self.wire.waiting.clear()
         self._free_room()
 
     # --- called on the loop's thread
@@ -566,7 +524,7 @@ class Connection:
                 self._phase, readable = _Phase.GREETING, select.POLLIN
             more = True
             while more:
-                with self._lock:
+                with self.lock:
                     received, sent, whole = wire.received, 0, False
                     if wire.waiting:
                         sent = wire.send()
@@ -577,24 +535,23 @@ class Connection:
                         if self._header is not None:
                             if not self._accepted and not self._accept(self._header):
                                 return ALONE
-                            whole = wire.receive(self._tensors)
+                            whole = wire.receive(None if self._receiving is None else self._receiving.tensors)
                     if sent or wire.received != received:
                         self.progress = time.monotonic()
                 if not whole and self._left:
                     raise ConnectionResetError("the client has disconnected")
                 if not whole:
                     break
-                header, tensors = self._header, self._tensors
-                self._header = self._tensors = None
+                header, call = self._header, self._receiving
+                self._header = self._receiving = None
                 # The client waits for its answer, so the kernel has nothing more.
                 more = wire.more
                 if isinstance(header, Hello):
                     # A request may have arrived with the greeting.
                     self._greet()
                     more = True
-                elif tensors is not None:  # else it was refused when its header arrived
-                    assert isinstance(header, RequestHeader)
-                    self._serve(header, tensors)
+                elif call is not None:  # else it was refused when its header arrived
+                    self._serve(call)
             return _SENDS if wire.waiting else _READS
         except (BoundaryError, ValueError) as error:
             self._dismiss(error)
@@ -614,22 +571,17 @@ class Connection:
     def _greet(self) -> None:
         admission = self._admission
         admission.greeted(self)
-        with self._lock:
+        with self.lock:
             self._phase = _Phase.SERVING
             self._write(encode(Hello(admission.heartbeat)))
 
     def _accept(self, header: Header) -> bool:
         """Give the body of a frame its memory; false if the request needs a loop of its own first."""
-        self._tensors = None
-        peer = self.wire.stream.peer
         if self._phase is _Phase.GREETING:
             if not isinstance(header, Hello) or header.tensors:
                 raise ProtocolError("a client's first frame must be a greeting without tensors")
         elif not isinstance(header, RequestHeader):
             raise ProtocolError(f"a client sends requests, not {type(header).__name__}")
-        elif (header.epoch, header.sequence) == self._last:
-            # A duplicate: a client retries a request only on a fresh connection.
-            spans.mark("transport.repeated_request", peer=peer.name, operation=header.verb)
         elif self._call is not None:
             raise ProtocolError("received a request while another is served; a connection carries one at a time")
         else:
@@ -639,17 +591,10 @@ class Connection:
             verb = self._admission.verbs.get(header.verb)
             if not self.alone and (nbytes > _SMALL or (verb is not None and not verb.quick)):
                 return False
-            self._last = header.epoch, header.sequence
             try:
-                self._admitted = self._admission.admit(peer, header, nbytes)
-                self._tensors = self._admitted.verb.allocate(header.tensors)
+                self._receiving = self._admission.admit(self, header, nbytes)
             except BaseException as error:
-                if self._admitted is not None:
-                    if not isinstance(error, (RuntimeError, MemoryError)):
-                        raise
-                    self._give_up()
-                    error = Overloaded(f"not enough memory for {nbytes} bytes: {error}")
-                elif ends_the_program(error):
+                if ends_the_program(error):
                     raise
                 failure = failure_of(error, header.sequence)
                 self._admission.count(failure, refused=True)
@@ -657,31 +602,28 @@ class Connection:
         self._accepted = True
         return True
 
-    def _serve(self, header: RequestHeader, tensors: Sequence[Tensor]) -> None:
-        assert self._admitted is not None
-        verb = self._admitted.verb
-        call = self._call = Call(self._admission, self._admitted, self, header, tensors)
-        self._admitted = None
+    def _serve(self, call: Call) -> None:
+        self._call = call
         try:
-            serve = self._choose(call, verb, header.settled) if call.once else verb.handler
+            serve = self._choose(call) if call.once else call.handling.handler
             if serve is not None:
                 if call.deadline.expired():
-                    raise call.deadline.error(peer="client", operation=header.verb)
-                with spans.span(header.verb, "compute"):
+                    raise call.deadline.error(peer="client", operation=call.verb)
+                with spans.span(call.verb, "compute"):
                     serve(call)
         except BaseException as error:
             call.fail(error)
             if ends_the_program(error):
                 raise
 
-    def _choose(self, call: Call, verb: Verb, settled: int) -> Callable[[Call], None] | None:
+    def _choose(self, call: Call) -> Callable[[Call], None] | None:
         """Return the handler that serves the call; ``None`` if it is a retry that has already been handled."""
         once = self._admission.once
         with once.lock:
-            known = once.begin(call.identity, call, settled)
+            known = once.begin(call.identity, call, call.settled)
             call.once = known is call
             if known is call:
-                return verb.handler
+                return call.handling.handler
             if isinstance(known, Call):
                 call.recipients.clear()
                 call.close(None)
@@ -689,7 +631,7 @@ class Connection:
                 self._call = known
                 return None
         if known is None:
-            return verb.again or _say_done
+            return call.handling.again or _say_done
         call.answer(known, done=False)
         return None
 
@@ -697,7 +639,7 @@ class Connection:
         """Tell the client why it is refused; the connection ends once it has read that, or soon."""
         failure = failure_of(error)
         self._admission.count(failure, refused=True)
-        with self._lock:
+        with self.lock:
             call, self._call = self._call, None
             self._drop_answer()
             self._phase, self.progress = _Phase.LEAVING, time.monotonic()
@@ -709,37 +651,25 @@ class Connection:
         if call is not None:
             call.leave(self)
 
-    def _give_up(self) -> int:
-        """Free the bytes of a request that is not served after all; returns their number."""
-        nbytes = 0
-        if self._admitted is not None:
-            nbytes = self._admitted.body + self._admitted.answer
-            self._admission.end_call(nbytes)
-            self._admitted = None
-        return nbytes
-
     def end(self) -> None:
         """Close the connection; nobody waits for its call any more."""
         admission = self._admission
-        with self._lock:
+        with self.lock:
             if self.closed:
                 return
             self.closed = True
-            call, self._call = self._call, None
+            call, receiving = self._call, self._receiving
+            self._call = self._receiving = self._header = None
             self.wire.stream.close()
             self._drop_answer()
             self.wire.drop()
-            self._header = self._tensors = None
         if call is not None:
             call.leave(self)
         with admission.lock:
-            admission.dropped += self._give_up()
+            if receiving is not None:
+                admission.end_call(receiving.nbytes + receiving.room)
             admission.connections.pop(self, None)
             admission.unknown.pop(self, None)
-
-
-def _nobody(connection: Connection) -> None:
-    """Wake no loop: the connection has none yet."""
 
 
 def _say_done(call: Call) -> None:

@@ -26,7 +26,6 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -39,7 +38,6 @@ from anabranch.record.process import process_record
 from anabranch.record.spans import mark, open_spans
 from anabranch.transport.failures import note_failure
 from anabranch.transport.frame import MOST_BODY, Heartbeat, RequestHeader, encode
-from anabranch.transport.heap import give_memory_back
 from anabranch.transport.server.connection import ALONE, Admission, Call, Connection, OnceTable, ServerStatistics, Verb
 from anabranch.transport.sockets import SocketTransport
 from anabranch.transport.streams import Listener, Transport
@@ -49,8 +47,6 @@ STATUS = "status"
 
 _log = logging.getLogger("anabranch.transport")
 
-# Bytes of answers and requests freed for clients that have gone, after which free memory is returned to the system.
-_GIVEN_BACK = 32 << 20
 # By default Python lets a busy thread keep the interpreter for 5 ms; answers would wait that long.
 _SWITCH_INTERVAL = 5e-4
 # Seconds between two checks whether the last bytes have left.
@@ -97,8 +93,8 @@ class Server:
         max_unknown: connections that have neither identified themselves nor greeted. Beyond it the oldest silent one
             is closed; one that has not greeted after 10 seconds is closed anyway.
         max_bytes_in_flight: bytes of requests received and not answered, and of answers that clients have not read yet,
-            those up to 64 KiB not counted. Beyond it a client that has not read for 2 seconds is cut off, and if that
-            does not help, requests and answers are ``Overloaded`` instead.
+            those up to 64 KiB not counted. Beyond it requests and answers are ``Overloaded`` instead; a client that
+            reads no byte for 30 seconds is cut off.
         healthy: returns true while the code that serves calls is alive; when it returns false, beats stop, and clients
             take the server as lost.
         one_job: serve the certificate's job alone: where that is every job, peers whose certificates name one are
@@ -271,10 +267,6 @@ class Server:
                         connections = list(admission.connections)
                     for connection in connections:
                         connection.beat(frame)
-                if admission.dropped >= _GIVEN_BACK:
-                    with admission.lock:
-                        admission.dropped = 0
-                    give_memory_back()
             except BaseException as error:  # noqa: BLE001 - without beats every client would consider the server lost
                 note_failure("transport.beat_failed", error)
 
@@ -294,28 +286,46 @@ class Loop:
         self._server = server
         self._listener = listener
         self._poller = select.epoll()
-        try:
-            self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        except OSError:
-            self._poller.close()
-            raise
+        self._bell = -1
+        if listener is not None:
+            try:
+                self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            except OSError:
+                self._poller.close()
+                raise
+            self._poller.register(self._bell, select.EPOLLIN)
         self._connections: dict[int, Connection] = {}
-        self._called: deque[Connection] = deque()
-        self._stopped = self._closed = False
-        self._lock = threading.Lock()
+        self._stopped = False
         self._accept_at = 0.0 if listener is not None else float("inf")
         self._log_at = 0.0
         # The thread that drives the connections; one that is busy too long is replaced, and ends when it returns.
         self.ident: int | None = None
         self._away_since = float("inf")
-        self._poller.register(self._bell, select.EPOLLIN)
 
     # --- called from any thread
 
-    def wake(self, connection: Connection) -> None:
-        """Take ``connection``, which has something to send, or to end, or comes back from its own loop."""
-        self._called.append(connection)
-        self._ring()
+    def watch(self, connection: Connection) -> None:
+        """Poll for the events that ``connection``, which this loop drives, waits for now."""
+        with connection.lock:
+            events = connection.interest()
+            if connection.registered not in (0, events) and events:  # 0: on its way to another loop
+                self._poller.modify(connection.wire.stream.descriptor, events)
+                connection.registered = events
+
+    def add(self, connection: Connection) -> None:
+        """Drive ``connection`` from now on."""
+        descriptor = connection.wire.stream.descriptor
+        with connection.lock:
+            connection.loop, connection.watch, connection.alone = self, self.watch, self._listener is None
+            connection.registered = connection.interest()
+            self._connections[descriptor] = connection
+            try:
+                self._poller.register(descriptor, connection.registered)
+            except (OSError, ValueError) as error:
+                # No memory for another descriptor in the kernel's table.
+                self._note_want(error)
+                del self._connections[descriptor]
+                connection.end()
 
     def start(self) -> threading.Thread:
         """Drive the connections on a new thread, in place of the current one."""
@@ -337,20 +347,13 @@ class Loop:
     def stop(self) -> None:
         """End the thread and its connections."""
         self._stopped = True
-        self._ring()
+        os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
         """Frees the descriptors; after the thread has ended."""
-        with self._lock:
-            self._closed = True
-            self._poller.close()
+        self._poller.close()
+        if self._listener is not None:
             os.close(self._bell)
-
-    def _ring(self) -> None:
-        with self._lock:
-            # A closed descriptor's number may belong to another file by now.
-            if not self._closed:
-                os.eventfd_write(self._bell, 1)
 
     # --- called on the loop's thread
 
@@ -379,17 +382,11 @@ class Loop:
                     connection = self._connections.get(descriptor)
                     if connection is not None:
                         self._step(connection, happened)
-                    elif descriptor == self._bell:
-                        os.eventfd_read(self._bell)
-                    else:
+                    elif descriptor != self._bell:
                         arrivals = True
                 # Last: closing connections to make room frees descriptor numbers that the events may still name.
                 if arrivals:
                     self._accept_all()
-                while self._called:
-                    connection = self._called.popleft()
-                    if connection.loop is self and not connection.closed:
-                        self.watch(connection)
                 # More requests may follow the first, and they are better served together. One connection carries one
                 # request at a time, so a single client has no more.
                 more = len(self._connections) > 1 and time.monotonic() < until
@@ -398,7 +395,6 @@ class Loop:
             if after_round is not None:
                 self._end_round(after_round)
             if threading.get_ident() != self.ident:
-                self._ring()
                 return
             self._away_since = float("inf")
         for connection in list(self._connections.values()):
@@ -418,37 +414,20 @@ class Loop:
             note_failure("transport.connection_failed", error)
             connection.end()
             events = 0
-        if events != connection.registered:
-            if events == ALONE:
-                self._leave_alone(connection)
-            elif events:
-                self.watch(connection)
-            else:
-                # A closed descriptor has been removed from the poller automatically.
-                self._connections.pop(connection.wire.stream.descriptor, None)
-
-    def watch(self, connection: Connection) -> None:
-        """Poll for the events that ``connection`` waits for now."""
-        descriptor, events = connection.wire.stream.descriptor, connection.interest()
-        try:
-            if connection.registered:
-                self._poller.modify(descriptor, events)
-            else:
-                connection.loop, connection.wake, connection.alone = self, self.wake, self._listener is None
-                self._poller.register(descriptor, events)
-                self._connections[descriptor] = connection
-            connection.registered = events
-        except (OSError, ValueError) as error:
-            # No memory for another descriptor in the kernel's table.
-            self._note_want(error)
-            self._connections.pop(descriptor, None)
-            connection.end()
+        if events == ALONE:
+            self._leave_alone(connection)
+        elif not events:
+            # A closed descriptor has been removed from the poller automatically.
+            self._connections.pop(connection.wire.stream.descriptor, None)
+        elif events != connection.registered:
+            self.watch(connection)
 
     def _unwatch(self, connection: Connection) -> None:
         descriptor = connection.wire.stream.descriptor
         del self._connections[descriptor]
-        self._poller.unregister(descriptor)
-        connection.registered = 0
+        with connection.lock:
+            self._poller.unregister(descriptor)
+            connection.registered = 0
 
     def _leave_alone(self, connection: Connection) -> None:
         """Give ``connection`` a loop of its own, on a thread."""
@@ -461,7 +440,7 @@ class Loop:
             self._note_want(error)
             connection.end()
             return
-        loop.watch(connection)
+        loop.add(connection)
         thread = threading.Thread(target=loop._run_alone, args=(connection,), name="anabranch-connection", daemon=True)
         server.threads_of[connection] = thread
         try:
@@ -480,7 +459,8 @@ class Loop:
             connection.end()
         finally:
             self.close()
-            self._server.threads_of.pop(connection, None)
+            if connection.loop is self:  # else it is back at the first, which may have given it another thread
+                self._server.threads_of.pop(connection, None)
 
     def _sweep(self, now: float) -> None:
         for connection in list(self._connections.values()):
@@ -491,8 +471,8 @@ class Loop:
                 self._unwatch(connection)
                 loop = self._server.loop
                 assert loop is not None
-                connection.loop, connection.wake, connection.alone = loop, loop.wake, False
-                connection.wake(connection)
+                self._server.threads_of.pop(connection, None)
+                loop.add(connection)
 
     # --- accepting connections
 
@@ -518,7 +498,7 @@ class Loop:
             if stream is None:
                 return
             connection = Connection(self._server._admission, stream)
-            self.watch(connection)
+            self.add(connection)
             self._step(connection, select.POLLIN)
             if not self._has_room():
                 break
