@@ -184,12 +184,12 @@ def test_a_call_past_its_deadline_ends_with_an_error_that_says_so(stuck: int, me
         ({"balance": 4}, TypeError, "balance=4 is not a list of the number of layers of each stage"),
         ({"balance": [2.0, 2.0]}, TypeError, r"balance=\[2.0, 2.0\] is not a list"),
         ({"devices": "cpu"}, TypeError, r"got 'cpu'; use \['cpu', ...\]"),
-        ({"schedule": None}, TypeError, "schedule is a name or a Schedule from make_schedule, got None"),
+        ({"schedule": None}, TypeError, "or a Schedule from make_schedule, got None"),
         ({"schedule": make_schedule("GPipe", 3, 2)}, ValueError, "for 3 stages, but the balance makes 2"),
         (
             {"schedule": make_schedule("GPipe", 2, 2).recomputing({(1, 0)})},
             ValueError,
-            r"has R1.0, but .* checkpoint= names; make the schedule without R actions",
+            r"has R1.0, but .* by checkpoint=; make the schedule without R actions",
         ),
         (
             {"schedule": "Interleaved1F1B", "devices": ["cpu"] * 3},
