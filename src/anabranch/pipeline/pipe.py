@@ -134,7 +134,6 @@ class Pipe(nn.Module):
             Every rank makes the same calls; ``x`` is read on the first stage's rank, targets on the last one's. In
             ``module`` the parameters of other ranks are placeholders from then on. Left out: this process alone.
         heartbeat: seconds between two checks of ranks that are waited for.
-        shared_memory: use shared memory for tensors if all ranks are on one host; else they go over gloo.
         deferred_batch_norm: make the running statistics of BatchNorm those of the whole batch; not of a subclass with
             a forward of its own (``SyncBatchNorm`` too), which is refused.
         output: across ranks the rank on which ``pipe(x)`` returns the output: ``"last"`` (the last stage's) or
@@ -176,7 +175,6 @@ class Pipe(nn.Module):
         seed: int | None = None,
         timeout: float = 1800.0,
         heartbeat: float = 1.0,
-        shared_memory: bool = True,
     ) -> None:
         super().__init__()
         check_seconds(timeout=timeout, heartbeat=heartbeat)
@@ -224,7 +222,7 @@ class Pipe(nn.Module):
         connection = None
         if process_group is not None:
             likeness = describe_split(split, self._schedules, self._here)
-            connection = RankConnection(process_group, heartbeat, shared_memory, likeness)
+            connection = RankConnection(process_group, heartbeat, likeness)
         self._engine = StageEngine(rank_of, timeout, connection)
         if process_group is not None:
             self._ties = find_ties(split, rank_of, process_group)

@@ -430,7 +430,6 @@ class RankConnection:
     Args:
         group: the ranks, in the order of the schedule's; its backend must carry CPU tensors, as gloo does.
         heartbeat: seconds between the two checks after which a stopped rank is lost.
-        shared_memory: true if ranks that are all on one host exchange tensors there.
         likeness: a string that must be equal on all ranks; of long ones the beginning is shown.
 
     Attributes:
@@ -443,7 +442,7 @@ class RankConnection:
         ValueError: the group's backend does not support CPU tensors, or the ranks' pipes differ.
     """
 
-    def __init__(self, group: dist.ProcessGroup, heartbeat: float, shared_memory: bool, likeness: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, heartbeat: float, likeness: str) -> None:
         if "gloo" not in str(dist.get_backend_config(group)):
             raise ValueError(
                 f"a pipeline's group must carry CPU tensors, but {dist.get_backend(group)} does not; give it "
@@ -455,13 +454,13 @@ class RankConnection:
         self.rank, self.names = self._members.rank, self._members.ranks
         self.peers = [peer for peer in range(self._members.size) if peer != self.rank]
         self.inbox = Inbox(self.peers)
-        self._check_alike(likeness if shared_memory else f"{likeness} over gloo")
+        self._check_alike(likeness)
         identities = [Identity.decode(text) for text in self._gather(peers.identity.encode())]
         peers.know(dict(zip(self.names, identities, strict=True)), heartbeat)
         tag = next(_tags.setdefault(group, itertools.count(_FIRST_TAG)))
         self.name = f"pipe {','.join(map(str, self.names))}/{tag}"
-        shares = shared_memory and len({identity.host for identity in identities}) == 1
-        memory = MessageMemory.meet([identity.pid for identity in identities], self._gather) if shares else None
+        on_one_host = len({identity.host for identity in identities}) == 1
+        memory = MessageMemory([identity.pid for identity in identities]) if on_one_host else None
         self.channel = Channel(group, tag, self.inbox, memory)
         # Nothing that holds this object: the channel's threads end when the last reference to it goes.
         self._noticed = partial(_noticed, self.names, self.inbox)
