@@ -12,10 +12,8 @@ from pipeline_models import (
     Computes,
     assert_same_gradients,
     assert_trains_alike,
-    pop_columns,
     reference,
     skipping_model,
-    stash_columns,
 )
 from torch import Tensor, nn
 
@@ -118,9 +116,6 @@ MODELS: dict[str, Callable[[], list[nn.Module]]] = {
         Computes(lambda x: (x * 2, SPARSE)),
         Computes(lambda pair: torch.sparse.mm(pair[1], pair[0].t()).t()),
         linear(),
-    ],
-    "halves of a tensor, one changed in place": lambda: [
-        stash_columns(slice(4), slice(4, 8)), nn.ReLU(inplace=True), pop_columns(),
     ],
     "a value passed on and changed in place": lambda: [
         linear(),
