@@ -331,12 +331,6 @@ def with_an_attribute(model: nn.Module, x: Tensor) -> Tensor:
     return x
 
 
-def with_a_seed(model: nn.Module, x: Tensor) -> Tensor:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(torch.initial_seed() + 1)
-        return x * torch.rand(4)
-
-
 def in_a_view(model: nn.Module, x: Tensor) -> Tensor:
     OUTSIDE[0] = 1
     return x
@@ -353,7 +347,7 @@ def unseen(model: nn.Module, x: Tensor) -> Tensor:
 
 AT_A_CALL = r"\(.*test_split.py:\d+ \(with_\w+\)\)"
 LINE = r"test_split.py:\d+ \(<lambda>\)"
-SEEDS = r"seeds PyTorch's generator between the modules.*glue="
+SEEDS = rf"{FORWARD}\) seeds PyTorch's generator between its modules.*glue="
 IN_PLACE = r"test_split.py:\d+ .* in place .*glue="
 BETWEEN: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], str]] = {
     "a branch by values": (lambda m, x: x if x.sum() > 0 else -x, f"{LINE} depends on the values of a tensor"),
@@ -373,8 +367,7 @@ BETWEEN: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], str]] = {
     "an operation without a form": (lambda m, x: torch.nested.nested_tensor([x])[0], rf"{LINE} cannot run.*glue="),
     "functional_call": (with_other_parameters, rf"'c' {AT_A_CALL} sets its attribute 'weight'.*glue="),
     "an attribute of a layer for one call": (with_an_attribute, rf"'c' {AT_A_CALL} sets its attribute 'scale'"),
-    "a seed": (lambda m, x: x * torch.rand(4, generator=torch.manual_seed(1)), f"{LINE} {SEEDS}"),
-    "a seed put back": (with_a_seed, SEEDS),
+    "a seed": (lambda m, x: torch.manual_seed(1) and x * torch.rand(4), SEEDS),
     "a generator's state": (lambda m, x: torch.set_rng_state(STATE) or x, SEEDS),
     "a buffer in a closure": (lambda m, x: m.tick() * x, IN_PLACE),
     "a module in a closure": (lambda m, x: m.norm(x), IN_PLACE),
