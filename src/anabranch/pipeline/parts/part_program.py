@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
@@ -45,9 +45,9 @@ class TensorForm(msgspec.Struct, frozen=True):  # not a dataclass, which would b
     stride: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, tensor: Tensor) -> TensorForm:
+    def of(cls, tensor: Tensor, *, strided: bool = False) -> TensorForm:
         """Return the form of ``tensor``."""
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.stride() if strided else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +68,12 @@ def signature_of(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Sign
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
             raise TypeError(f"a {leaf.layout} tensor cannot be an input of a split model; make it dense")
-    forms = [_input_form(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return Signature(tree, tuple(forms))
+    return Signature(tree, forms_of(leaves))
 
 
-def _input_form(tensor: Tensor) -> TensorForm:
-    return TensorForm(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.stride())
+def forms_of(leaves: Iterable[object]) -> tuple[object, ...]:
+    """Return the forms of tensors, strides too, and other leaves as they are."""
+    return tuple(TensorForm.of(leaf, strided=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,11 +187,11 @@ class PartProgram:
         code = [(f"{n} {one}", one.place) for n, part in enumerate(self.parts) for one in part]
         return [*code, (f"{self.out_tree}{_shown(self.out_leaves)}", "the model's output")]
 
-    def _tensors(self) -> Iterator[tuple[Tensor, int, str]]:
-        """Return each loose tensor where it is read, its version and the place."""
+    def _tensors(self) -> Iterator[tuple[tuple[int, int], str]]:
+        """Return the id and version of each loose tensor where it is read, and the place."""
         code = [(one.leaves, one.place) for part in self.parts for one in part]
         for leaves, place in [*code, (self.out_leaves, "the model's output")]:
-            yield from ((leaf, self.loose[id(leaf)][1], place) for leaf in leaves if isinstance(leaf, Tensor))
+            yield from (((id(x), self.loose[id(x)][1]), place) for x in leaves if isinstance(x, Tensor))
 
     def uses(self) -> dict[str | HeldTensor, list[int]]:
         """Return for each module called, and each parameter and buffer read, the parts that do."""
@@ -213,13 +213,11 @@ class PartProgram:
 
     def place_of_difference(self, other: PartProgram) -> str | None:
         """Return the line of the model's code at which ``other`` takes another way or reads another loose tensor."""
-        # The last line is the output, like no other.
-        for (line, place), (other_line, _) in zip(self.lines(), other.lines(), strict=False):
-            if line != other_line:
-                return place
-        for (tensor, version, place), (its, its_version, _) in zip(self._tensors(), other._tensors(), strict=True):
-            if tensor is not its or version != its_version:
-                return place
+        # The last line is the output, like no other; programs of the same lines read as many tensors.
+        for mine, others in ((self.lines(), other.lines()), (self._tensors(), other._tensors())):
+            for (what, place), (other_what, _) in zip(mine, others, strict=False):
+                if what != other_what:
+                    return place
         return None
 
     def run(
@@ -262,18 +260,15 @@ class PartProgram:
 def _keep(instruction: Instruction, result: object, slots: dict[Slot, object]) -> None:
     leaves, tree = flatten(result)
     by_module = isinstance(instruction.target, str)
-    fits = tree == instruction.out_tree and all(
-        _fits(*pair, whole=by_module) for pair in zip(instruction.out_leaves, leaves, strict=True)
-    )
-    if not fits:
+    pairs = list(zip(instruction.out_leaves, leaves, strict=False))
+    if tree != instruction.out_tree or not all(_fits(*pair, whole=by_module) for pair in pairs):
         what = repr(instruction.target) if by_module else str(instruction.target)
         raise CaptureError(
-            f"{what} returned a different form of result than when the code around it ran ({instruction.place}): other "
-            "containers, shapes, dtypes or numbers; call again if its code was replaced, else return the same for all "
-            "values of tensors, or give the code of the parts as glue="
+            f"{what} returned a different form of result than when the code around it ran ({instruction.place}); call "
+            "again if its code was replaced, else return the same containers, shapes and dtypes for all values of "
+            "tensors, or give the code of the parts as glue="
         )
-    results = zip(instruction.out_leaves, leaves, strict=True)
-    slots.update((leaf, value) for leaf, value in results if isinstance(leaf, Slot))
+    slots.update((leaf, value) for leaf, value in pairs if isinstance(leaf, Slot))
 
 
 def _fits(expected: object, result: object, whole: bool) -> bool:
@@ -327,8 +322,7 @@ class SplitCall:
             if program.digest() != digest:
                 raise CaptureError(
                     f"the code between the modules calls something else on rank {rank} than on the first stage's rank: "
-                    "their models differ in a mode, or in a number or a function that the code reads; use the same on "
-                    "all of them"
+                    "their models differ in a mode, a number or a function that it reads; use the same on all of them"
                 )
 
     def check(self) -> None:
@@ -340,9 +334,8 @@ class SplitCall:
         for program, after in zip(self._programs.values(), self._trace(self._signatures), strict=True):
             if (place := program.place_of_difference(after)) is not None:
                 raise CaptureError(
-                    f"while the parts ran, a module changed what the code between the modules reads ({place}), so that "
-                    "a microbatch would see another one's; return it from the module, or give the code of the parts as "
-                    "glue=, with the module in the part that reads it"
+                    f"while the parts ran, a module changed what the code between the modules reads ({place}): a "
+                    "microbatch would see another one's; return it from the module, or give the code as glue="
                 )
 
     def join(self, values: Sequence[Structure], sizes: Sequence[int]) -> Structure:

@@ -29,7 +29,7 @@ import random
 import sys
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
@@ -59,6 +59,7 @@ from anabranch.pipeline.parts.part_program import (
     Signature,
     Slot,
     TensorForm,
+    forms_of,
     is_plain,
 )
 from anabranch.pipeline.stage.partition import has_hooks
@@ -199,7 +200,7 @@ class _Recorder(TorchFunctionMode):
         self._slots: dict[int, Slot] = {}
         self._loose: dict[int, tuple[Tensor, int]] = {}
         self._parts: list[list[Instruction]] = [[] for _ in range(len(self._at) + 1)]
-        leaves = [self._without_memory(x, x.stride) if isinstance(x, TensorForm) else x for x in signature.leaves]
+        leaves = self._all_without_memory(signature.leaves)
         args, kwargs = unflatten(signature.tree, leaves)
         inputs = tuple(self._put(leaf, "the model's input") for leaf in leaves if isinstance(leaf, Tensor))
         with self.fake, self:
@@ -221,8 +222,11 @@ class _Recorder(TorchFunctionMode):
             cure = f"register a form of the operation for them (torch.library.register_fake), or {_GLUE}"
             raise CaptureError(f"{_line_of(error)} cannot run on tensors without memory: {error}; {cure}") from error
 
-    def _without_memory(self, form: TensorForm, stride: Sequence[int] | None = None) -> Tensor:
-        tensor = _fake_tensor(form, stride, self._device, self.fake, trained=False)
+    def _all_without_memory(self, forms: Iterable[object]) -> list[object]:
+        return [self._without_memory(form) if isinstance(form, TensorForm) else form for form in forms]
+
+    def _without_memory(self, form: TensorForm) -> Tensor:
+        tensor = _fake_tensor(form, self._device, self.fake, trained=False)
         if not form.requires_grad:
             return tensor
         with _DisableTorchFunction(), torch.enable_grad():  # not a leaf: the code may change it in place
@@ -281,20 +285,19 @@ class _Recorder(TorchFunctionMode):
                 tensors = [tensor for child in modules for tensor in _tensors_in(child)]
                 state = ((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors)
                 self._states[path] = (*state, *(child.training for child in modules))
-            inputs = [(TensorForm.of(x), x.stride()) if isinstance(x, Tensor) else (type(x), repr(x)) for x in leaves]
+            inputs = [one if isinstance(one, TensorForm) else (type(one), repr(one)) for one in forms_of(leaves)]
         key = (path, tree, modes, *inputs, self._states[path])
         form = self._forms.get(key)
         if form is None:
             # Other tensors than the code's, so that the module may keep them.
-            own = [self._without_memory(TensorForm.of(x), x.stride()) if isinstance(x, Tensor) else x for x in leaves]
-            results, out_tree = flatten(self._first_run(path, *unflatten(tree, own)))
-            form = out_tree, tuple((TensorForm.of(x), x.stride()) if isinstance(x, Tensor) else x for x in results)
+            results, out_tree = flatten(self._first_run(path, *unflatten(tree, self._all_without_memory(forms_of(leaves)))))
+            form = out_tree, forms_of(results)
             plain = all(isinstance(x, Tensor | None) for x in results)  # numbers may be others the next time
             if plain and not any(map(declaration_of, self._copy.originals[path].modules())):
                 if len(self._forms) >= _MOST_FORMS:
                     self._forms.clear()
                 self._forms[key] = form
-        return unflatten(form[0], [self._without_memory(*x) if isinstance(x, tuple) else x for x in form[1]])
+        return unflatten(form[0], self._all_without_memory(form[1]))
 
     def _first_run(self, path: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run a module as it is, without its hooks, on a copy of it."""
@@ -466,14 +469,12 @@ def _tensors_in(module: nn.Module) -> Iterator[Tensor]:
             yield tensor
 
 
-def _fake_tensor(
-    form: TensorForm, stride: Sequence[int] | None, device: torch.device, fake: _WithoutMemory, *, trained: bool = True
-) -> FakeTensor:
+def _fake_tensor(form: TensorForm, device: torch.device, fake: _WithoutMemory, *, trained: bool = True) -> FakeTensor:
     # Made directly: an operation of the mode takes thirty times as long.
     with _DisableTorchFunction(), unset_fake_temporarily():
         meta = torch.empty(form.shape, dtype=form.dtype, device="meta")
-        if stride is not None and tuple(stride) != meta.stride():
-            meta = torch.empty_strided(form.shape, stride, dtype=form.dtype, device="meta")
+        if form.stride is not None and form.stride != meta.stride():
+            meta = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta")
         return FakeTensor(fake, meta.requires_grad_(form.requires_grad and trained), device)
 
 
@@ -546,8 +547,8 @@ class _Copy:
     def _without_memory(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._empty:
             with _DisableTorchFunction():
-                stride = None if isinstance(tensor, Elsewhere) else tensor.stride()
-                empty = _fake_tensor(TensorForm.of(tensor), stride, self._device, self._fake)
+                form = TensorForm.of(tensor, strided=not isinstance(tensor, Elsewhere))
+                empty = _fake_tensor(form, self._device, self._fake)
             if isinstance(tensor, nn.Parameter):
                 empty._is_param = True  # what isinstance(_, nn.Parameter) asks for
             self._empty[id(tensor)] = empty
