@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from anabranch.autodiff.layer_state import lazy_clone
-from anabranch.tensors import Structure, flatten, unflatten
+from anabranch.tensors import Structure, flatten, map_structure, unflatten
 
 if TYPE_CHECKING:
     from optree import PyTreeSpec
@@ -41,6 +41,11 @@ if TYPE_CHECKING:
 
 Gradients = list[Tensor | None]
 """A gradient for each leaf of a packet; ``None`` for a leaf without one."""
+
+
+def cloned(value: Structure) -> Structure:
+    """Return the same values in their own memory: whoever gets them may change them in place."""
+    return map_structure(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
 
 
 def size_of(tensor: Tensor) -> int:

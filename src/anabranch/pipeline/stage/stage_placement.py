@@ -21,7 +21,7 @@ from anabranch.pipeline.schedule import PipeSchedules, Schedule
 from anabranch.pipeline.stage.balance import balance_by_size, balance_by_time
 from anabranch.pipeline.stage.partition import Layer, Route, declarations, route_skips
 from anabranch.pipeline.stage.random_streams import refuse_undrawable
-from anabranch.pipeline.stage.stage import OUTSIDE, Stage
+from anabranch.pipeline.stage.stage import OUTSIDE, SHARED_CURE, Stage
 from anabranch.tensors import Structure
 
 _CURE = (
@@ -189,10 +189,7 @@ def _check_devices(common: Mapping[int, Mapping[str, torch.Tensor]], devices: Ma
         for name, tensor in tensors.items():
             place = places.setdefault(id(tensor), devices[j])
             if place != devices[j] and isinstance(tensor, nn.Parameter):
-                raise ValueError(
-                    f"{name} is used by stages on {place} and {devices[j]}; put the layers that share it into one "
-                    "stage, or give each its own; of a split model, example= tells which stages use it"
-                )
+                raise ValueError(f"{name} is used by stages on {place} and {devices[j]}; {SHARED_CURE}")
 
 
 def _numbered(device: torch.device) -> torch.device:
