@@ -171,10 +171,10 @@ class StagePlan:
         sizes: the rows of the microbatches.
         recompute: the stages and microbatches that keep no activations.
         split_backward: the schedule has actions of their own for weights.
-        loose: what its stages read past their placeholders.
         records: a backward may follow.
         outside: the caller's memory, as of ``memory_of``, if a stage runs forward again.
         split: the programs of a split model.
+        loose: what its stages read past their placeholders.
         context: the caller's context variables, for a second forward, which may begin after they have changed.
     """
 
@@ -184,10 +184,10 @@ class StagePlan:
     sizes: Sequence[int]
     recompute: frozenset[tuple[int, int]]
     split_backward: bool
-    loose: LooseLeaves
     records: bool
     outside: Container[int] = ()
     split: SplitCall | None = None
+    loose: LooseLeaves = field(default_factory=LooseLeaves)
     context: Context = field(default_factory=copy_context)
 
 
