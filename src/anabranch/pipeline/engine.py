@@ -122,10 +122,8 @@ class StageEngine:
             DeadlineExceeded: the turn, or that of another thread, took longer than the timeout.
         """
         if self._taken_in == threading.get_ident() or (self._threads is not None and self._threads.are_here()):
-            raise RuntimeError(
-                f"a layer, the loss or rows= of a pipe starts a {operation} of the same pipe, whose stages would wait "
-                "for themselves; compute the value before the call, and pass it in"
-            )
+            what = f"a layer, the loss or rows= of a pipe starts a {operation} of the same pipe"
+            raise RuntimeError(f"{what}, which would wait for itself; compute the value before, and pass it in")
         deadline = Deadline(self._timeout)
         while not self._in_turn.acquire(timeout=min(LONGEST_SLEEP, deadline.remaining())):
             deadline.check(peer="another thread that uses the pipe", operation=f"pipeline {operation}", step=step)
@@ -187,11 +185,11 @@ class StageEngine:
     def _describe(self, error: BaseException) -> PacketFault | None:
         if self._connection is None:
             return None
-        action = self._failure[1] if self._failure is not None and self._failure[0] is error else None
         where: tuple[int | None, int | None, str | None] = (None, None, None)
-        if action is not None:
+        place = ""
+        if self._failure is not None and self._failure[0] is error and (action := self._failure[1]) is not None:
             where = action.stage, action.microbatch, PHASES[action.kind]
-        place = "" if action is None else " in stage {}, microbatch {}, {}".format(*where)
+            place = " in stage {}, microbatch {}, {}".format(*where)
         shown = traceback.TracebackException.from_exception(error)  # its str() is one even where the error's own fails
         kind = class_name(type(error))
         message = _sendable(f"rank {self._connection.names[self.rank]} raised {kind}{place}: {shown}")
@@ -219,10 +217,8 @@ class StageEngine:
                     raise Aborted
                 if inbox.other_operation is not None:
                     peer, theirs = inbox.other_operation
-                    raise RuntimeError(
-                        f"rank {names[self.rank]} runs the pipe's {self._operation} while rank {names[peer]} runs its "
-                        f"{theirs}; every rank makes the same calls in the same order"
-                    )
+                    what = f"rank {names[self.rank]} runs the pipe's {self._operation}, rank {names[peer]} its {theirs}"
+                    raise RuntimeError(f"{what}; every rank makes the same calls in the same order")
             return False
 
         self._connection.wait(done, f"pipeline {self._operation} {what}", self._deadline, ranks, self._step)
