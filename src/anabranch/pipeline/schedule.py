@@ -156,7 +156,7 @@ class Schedule:
             raise ValueError(f"{self.name} is not a schedule of {self.stages} stages x {self.microbatches}: {fault}")
         _, stuck = run_on_clock(self.actions, lambda action: 0.0)
         if stuck:
-            raise ValueError(f"{self.name} never ends, its ranks wait for each other: {stuck}; change their order")
+            raise ValueError(f"{self.name} never ends because its ranks wait for each other: {stuck}; reorder them")
 
     @property
     def ranks(self) -> int:
@@ -422,7 +422,7 @@ class PipeSchedules:
         for action in chain.from_iterable(own.actions) if own is not None else ():
             if action.kind is Kind.R:
                 raise ValueError(
-                    f"the schedule {name!r} has {action}, but a Pipe itself adds second forwards, as checkpoint= names; "
+                    f"the schedule {name!r} has {action}, but a Pipe adds second forwards itself, by checkpoint=; "
                     "make the schedule without R actions"
                 )
         several = ranks if name in ("Interleaved1F1B", "ZBV") else None

@@ -290,7 +290,8 @@ class _Recorder(TorchFunctionMode):
         form = self._forms.get(key)
         if form is None:
             # Other tensors than the code's, so that the module may keep them.
-            results, out_tree = flatten(self._first_run(path, *unflatten(tree, self._all_without_memory(forms_of(leaves)))))
+            args, kwargs = unflatten(tree, self._all_without_memory(forms_of(leaves)))
+            results, out_tree = flatten(self._first_run(path, args, kwargs))
             form = out_tree, forms_of(results)
             plain = all(isinstance(x, Tensor | None) for x in results)  # numbers may be others the next time
             if plain and not any(map(declaration_of, self._copy.originals[path].modules())):
@@ -412,7 +413,7 @@ class _WithoutMemory(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Runs operations on tensors without memory, and never changes a real one that the user's code reaches.
 
     Attributes:
-        is_in_module: a module that stays whole runs: what it changes in place is not changed now, for it will run again.
+        is_in_module: a module that stays whole runs: what it changes in place stays, for it will run again.
     """
 
     def __init__(self) -> None:
@@ -429,8 +430,8 @@ class _WithoutMemory(FakeTensorMode):  # type: ignore[no-untyped-call]
             if not isinstance(tensor, FakeTensor):
                 if not self.is_in_module:
                     raise CaptureError(
-                        f"{_place()} changes a tensor in place that is no parameter or buffer read from its module, but "
-                        f"a plain attribute, a global variable or in a closure; make it a buffer read there, or {_GLUE}"
+                        f"{_place()} changes a tensor in place that is no parameter or buffer read from its module, "
+                        f"but an attribute, a global variable or in a closure; make it a buffer read there, or {_GLUE}"
                     )
                 args, kwargs = tree_map_only(Tensor, self._twin, (args, kwargs))
         return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[arg-type]

@@ -281,7 +281,7 @@ class StageRun:
         here = self._passes[i]
         if any(leaf._version != version for leaf, version in here.batch):
             what = f"the input of stage {self.stage.index} was changed in place after its forward"
-            raise RuntimeError(f"{what}, which other microbatches still read; leave the batch alone until backward ends")
+            raise RuntimeError(f"{what}, which other microbatches still read; leave it alone until backward ends")
         inputs = _kept(here.inputs, self.plan.outside, again=True)  # another backward may follow
         first = here.fingerprints
         assert self._state is not None
@@ -289,8 +289,8 @@ class StageRun:
             self.plan.context.copy().run(self._run, i, inputs, here, again=True)
         if len(first) != len(here.fingerprints) or not all(map(_same, first, here.fingerprints)):
             raise RuntimeError(
-                f"stage {self.stage.index} returned other values when it ran forward again on microbatch {i}: a layer or "
-                "the loss has state in a list, a global variable or a generator of its own, or calls something that has "
+                f"stage {self.stage.index} returned other values when it ran forward again on microbatch {i}: a layer "
+                "or the loss has state in a list, a global variable or a generator of its own, or calls what has "
                 'changed; keep state in buffers, or use checkpoint="never"'
             )
 
