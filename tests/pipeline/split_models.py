@@ -67,27 +67,6 @@ class Language(nn.Module):
         return {"logits": logits, "loss": per_row}
 
 
-class Images(nn.Module):
-    """BatchNorm between modules and inside them, operations in place on both sides of a cut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(2, 3, 3)
-        self.bn = nn.BatchNorm2d(3)
-        self.relu = nn.ReLU(inplace=True)
-        self.body = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU(inplace=True))
-        self.tail = nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(3, 3, 1))
-        self.fc = nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.relu(self.bn(self.stem(x)))
-        x = self.body(x) + x
-        x = self.tail(x)
-        x += 1.0
-        x = self.relu(x)
-        return self.fc(x.mean((2, 3)))
-
-
 # A model whose code reads numbers from everywhere, and the ways to change them.
 
 NUMBER = 1.0

@@ -201,17 +201,6 @@ def test_an_expert_in_another_place_may_be_a_layer(schedule: str):
         torch.testing.assert_close(model[index].weight.grad, plain[index].weight.grad)
 
 
-def test_names_in_the_state_dict_are_the_unsplit_modules():
-    model = skipping_model()
-    names = list(model.state_dict())
-    for balance in ([1, 10], [3, 4, 4]):
-        pipe = Pipe(model, balance)
-        assert list(pipe.state_dict()) == names
-        assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in model.named_parameters()]
-        pipe.load_state_dict(model.state_dict())
-        assert pipe.module is model
-
-
 def test_a_pipe_takes_over_mode_and_state_of_the_sequential_itself():
     class Scaled(nn.Sequential):
         def __init__(self, *layers: nn.Module) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from torch import nn
+
 from anabranch.autodiff.moved_parameter import Switch
 from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, accepted_keywords
 from anabranch.pipeline.stage.skips import Declaration, SkipName, declaration_of
