@@ -15,6 +15,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+class Coded(nn.Module):
+    """Modules and buffers, and the code that uses them."""
+
+    def __init__(self, code: Callable[..., object], **parts: nn.Module | Tensor) -> None:
+        super().__init__()
+        self.code = code
+        for name, part in parts.items():
+            self.add_module(name, part) if isinstance(part, nn.Module) else self.register_buffer(name, part)
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        return self.code(self, *args, **kwargs)
+
+
+def linears(code: Callable[..., object], width: int = 4, names: str = "a b", **parts: nn.Module | Tensor) -> Coded:
+    return Coded(code, **{name: nn.Linear(width, width) for name in names.split()}, **parts)
+
+
 class Block(nn.Module):
     def __init__(self, width: int = 4) -> None:
         super().__init__()
