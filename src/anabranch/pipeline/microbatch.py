@@ -10,16 +10,13 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING
 
 import torch
+from optree import PyTreeSpec
 from torch import Tensor
 
 from anabranch.pipeline.stage.packet import Packet, memory_of
 from anabranch.tensors import Structure, flatten, paths, unflatten
-
-if TYPE_CHECKING:
-    from optree import PyTreeSpec
 
 
 class NoChunk:

@@ -18,19 +18,17 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import msgspec
 import torch
+from optree import PyTreeSpec
 from torch import Tensor, nn
 
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.errors import CaptureError
 from anabranch.pipeline.microbatch import gather, open_whole
 from anabranch.tensors import Structure, flatten, unflatten
-
-if TYPE_CHECKING:
-    from optree import PyTreeSpec
 
 
 class TensorForm(msgspec.Struct, frozen=True):  # not a dataclass, which would be a container in structures
@@ -182,16 +180,17 @@ class PartProgram:
             carried.append(tuple(sorted(needed, key=lambda slot: slot.index)))
         self.carried = tuple(reversed(carried[:-1]))
 
-    def lines(self) -> list[tuple[str, str]]:
-        """Return each instruction, and the output, as a string that is the same in every process, and its place."""
-        code = [(f"{n} {one}", one.place) for n, part in enumerate(self.parts) for one in part]
-        return [*code, (f"{self.out_tree}{_shown(self.out_leaves)}", "the model's output")]
-
-    def _tensors(self) -> Iterator[tuple[tuple[int, int], str]]:
-        """Return the id and version of each loose tensor where it is read, and the place."""
-        code = [(one.leaves, one.place) for part in self.parts for one in part]
-        for leaves, place in [*code, (self.out_leaves, "the model's output")]:
-            yield from (((id(x), self.loose[id(x)][1]), place) for x in leaves if isinstance(x, Tensor))
+    def _steps(self) -> list[tuple[str, list[tuple[int, int]], str]]:
+        """Return of each instruction, and of the output, a string that is the same in every process, the ids and
+        versions of the loose tensors that it reads, and its place.
+        """
+        code = [(f"{n} {one}", one.leaves, one.place) for n, part in enumerate(self.parts) for one in part]
+        code.append((f"{self.out_tree}{_shown(self.out_leaves)}", self.out_leaves, "the model's output"))
+        loose = self.loose
+        return [
+            (text, [(id(leaf), loose[id(leaf)][1]) for leaf in leaves if isinstance(leaf, Tensor)], place)
+            for text, leaves, place in code
+        ]
 
     def uses(self) -> dict[str | HeldTensor, list[int]]:
         """Return for each module called, and each parameter and buffer read, the parts that do."""
@@ -208,17 +207,13 @@ class PartProgram:
 
     def digest(self) -> str:
         """Return a short string that differs for another program."""
-        text = "\n".join(line for line, _ in self.lines())
+        text = "\n".join(line for line, _, _ in self._steps())
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def place_of_difference(self, other: PartProgram) -> str | None:
         """Return the line of the model's code at which ``other`` takes another way or reads another loose tensor."""
-        # The last line is the output, like no other; programs of the same lines read as many tensors.
-        for mine, others in ((self.lines(), other.lines()), (self._tensors(), other._tensors())):
-            for (what, place), (other_what, _) in zip(mine, others, strict=False):
-                if what != other_what:
-                    return place
-        return None
+        pairs = zip(self._steps(), other._steps(), strict=False)  # the last one is the output, like no other
+        return next((mine[2] for mine, its in pairs if mine[:2] != its[:2]), None)
 
     def run(
         self, part: int, values: Sequence[object], model: nn.Module, held: Callable[[HeldTensor], object]

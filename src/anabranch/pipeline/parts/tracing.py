@@ -32,9 +32,10 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import torch
+from optree import PyTreeSpec
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -65,10 +66,6 @@ from anabranch.pipeline.parts.part_program import (
 from anabranch.pipeline.stage.partition import has_hooks
 from anabranch.pipeline.stage.skips import SkipStore, declaration_of, using_store
 from anabranch.tensors import flatten, unflatten
-
-if TYPE_CHECKING:
-    from optree import PyTreeSpec
-
 
 _DisableTorchFunction = torch._C.DisableTorchFunction
 

@@ -26,18 +26,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import torch
+from optree import PyTreeSpec
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from anabranch.autodiff.layer_state import lazy_clone
 from anabranch.tensors import Structure, flatten, map_structure, unflatten
-
-if TYPE_CHECKING:
-    from optree import PyTreeSpec
-
 
 Gradients = list[Tensor | None]
 """A gradient for each leaf of a packet; ``None`` for a leaf without one."""
