@@ -23,10 +23,9 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
-from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 from torch import Tensor
@@ -58,8 +57,7 @@ _FAREWELL_SECONDS = 0.5
 _pipes = itertools.count()
 
 
-@dataclass(slots=True)
-class Observed:
+class Observed(NamedTuple):
     """Measurements of the stages in the last call.
 
     Attributes:
@@ -67,8 +65,8 @@ class Observed:
         sent_bytes: of the largest microbatch, by (stage, target): activations forward, and gradients back.
     """
 
-    seconds: dict[tuple[int, str], float] = field(default_factory=dict)
-    sent_bytes: dict[tuple[int, int], int] = field(default_factory=dict)
+    seconds: dict[tuple[int, str], float]
+    sent_bytes: dict[tuple[int, int], int]
 
 
 class Aborted(Exception):
@@ -101,7 +99,7 @@ class StageEngine:
         self._taken_in: int | None = None
         self._threads: StageThreads | None = None
         self._number = 0
-        self.observed = Observed()
+        self.observed = Observed({}, {})
         self.bytes_sent = 0
 
     def __reduce__(self) -> tuple[type[StageEngine], tuple[tuple[int, ...], float]]:
@@ -149,7 +147,7 @@ class StageEngine:
             raise deadline.error(peer="a worker still busy with a failed step", operation="pipeline", step=step)
         self._number += 1
         self._operation, self._step, self._deadline = operation, step, deadline
-        self.seen = Observed()
+        self.seen = Observed({}, {})
         self._has_ended = False
         self._failure: tuple[BaseException, Action | None] | None = None
         for inbox in self._inboxes.values():
@@ -157,7 +155,7 @@ class StageEngine:
 
     def _finish(self) -> None:
         """Wait until every other process has done its part."""
-        seen: list[Structure] = [[self.seen.seconds, self.seen.sent_bytes]]
+        seen: list[Structure] = [self.seen]
         if self._connection is not None:
             self._end(None)
             ended = self._inbox.bodies
@@ -168,15 +166,15 @@ class StageEngine:
             seen += map(decode, ended.values())
             self._connection.channel.flush(self._timeout)
         for seconds, sent_bytes in seen:
-            self.observed.seconds |= seconds
-            self.observed.sent_bytes |= sent_bytes
+            self.observed.seconds.update(seconds)
+            self.observed.sent_bytes.update(sent_bytes)
 
     def _end(self, fault: PacketFault | None) -> None:
         """Tell every other process that nothing more comes in this turn, and the reason; once."""
         if self._connection is None or self._has_ended:
             return
         self._has_ended = True
-        body = None if fault else encode([self.seen.seconds, self.seen.sent_bytes])
+        body = None if fault else encode(tuple(self.seen))
         for peer in self._peers:
             self._send(peer, Header(self._number, self._operation, "end", body=body, fault=fault))
         if fault is not None:

@@ -46,21 +46,12 @@ from anabranch.pipeline.pipe_call import (
     with_keywords,
 )
 from anabranch.pipeline.schedule import PipeSchedules, Schedule
+from anabranch.pipeline.stage import stage_placement
 from anabranch.pipeline.stage.deferred_batch_norm import defer_batch_norms
 from anabranch.pipeline.stage.packet import cloned
 from anabranch.pipeline.stage.partition import Layer, flatten_layers, keywords_of, outline, refuse_changes, split_layers
 from anabranch.pipeline.stage.skips import verify_skippables
 from anabranch.pipeline.stage.stage import StagePlan, StageRun
-from anabranch.pipeline.stage.stage_placement import (
-    count_places,
-    describe,
-    describe_split,
-    find_balance,
-    find_ties,
-    leave_to_others,
-    part_of,
-    place_stages,
-)
 from anabranch.tensors import Structure
 from anabranch.tensors.dtypes import dtype_name, dtype_named
 
@@ -188,18 +179,20 @@ class Pipe(nn.Module):
         if deferred_batch_norm:
             defer_batch_norms(module)
             layers = flatten_layers(module)
-        places = count_places(devices, process_group)
+        places = stage_placement.count_places(devices, process_group)
         if isinstance(balance, str):
-            balance = find_balance(balance, module, sample, schedule, places, process_group)
+            balance = stage_placement.find_balance(balance, module, sample, schedule, places, process_group)
         split = split_layers(module, layers, balance)
         self._schedules = PipeSchedules(schedule, len(split), places, exactly=process_group is not None)
         rank_of = self._schedules.rank_of
         rank = None if process_group is None else dist.get_rank(process_group)
         self._here = [j for j in range(len(split)) if rank in (None, rank_of[j])]
-        self._stages = place_stages(split, rank_of, devices, self._here)
+        self._stages = stage_placement.place_stages(split, rank_of, devices, self._here)
         self._source = module.split_source if isinstance(module, SplitModel) else None
         self.process_group = process_group
-        self._adopt(module if process_group is None else part_of(module, [split[j] for j in self._here]))
+        self._adopt(
+            module if process_group is None else stage_placement.part_of(module, [split[j] for j in self._here])
+        )
         roots: list[nn.Module] = [module, module.unsplit if isinstance(module, PartedModel) else module, self.module]
         self._roots = list(dict.fromkeys(roots))
         self._inside = {child for layer in layers for child in layer.module.modules()}.intersection(module.modules())
@@ -217,12 +210,12 @@ class Pipe(nn.Module):
         self._ties: list[Tie] = []
         connection = None
         if process_group is not None:
-            likeness = describe_split(split, self._schedules, self._here)
+            likeness = stage_placement.describe_split(split, self._schedules, self._here)
             connection = RankConnection(process_group, heartbeat, likeness)
         self._engine = StageEngine(rank_of, timeout, connection)
         if process_group is not None:
-            self._ties = find_ties(split, rank_of, process_group)
-            leave_to_others(split, rank_of, self._others, process_group)
+            self._ties = stage_placement.find_ties(split, rank_of, process_group)
+            stage_placement.leave_to_others(split, rank_of, self._others, process_group)
 
     def __setattr__(self, name: str, value: object) -> None:
         # Bypasses nn.Module's, which would confuse these with a child or tensor of the module with such a name.
@@ -439,9 +432,9 @@ class Pipe(nn.Module):
         runs = {}
         for j in self._here:
             stage = with_keywords(self._stages[j], taken) if taken else self._stages[j]
-            takes_loss = head is not None and j == last
-            at_end = head(batch.target, facts.sizes, stage.device, self.module) if takes_loss else None
-            runs[j] = StageRun(stage, plan, at_end)
+            end = head if j == last else None
+            loss = None if end is None else end(batch.target, facts.sizes, stage.device, self.module)
+            runs[j] = StageRun(stage, plan, loss)
         if self._others and records:
             here = set(self.parameters())
             untied = [p for _, p, _ in self._ties if p.requires_grad and p not in here]
@@ -546,7 +539,7 @@ class Pipe(nn.Module):
         """
         what = f"{self._schedules.name}, at most {self.chunks} microbatches, checkpoint {self.checkpoint}"
         title = f"{what}; times and bytes of the last call, bytes a microbatch"
-        return describe(self._stages, self._schedules.rank_of, self._engine.observed, title)
+        return stage_placement.describe(self._stages, self._schedules.rank_of, self._engine.observed, title)
 
     def load_state_dict(
         self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False
