@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import gc
-import threading
 import weakref
 from typing import Any
 

@@ -465,7 +465,7 @@ class RankConnection:
         texts = self._gather(f"{digest} {likeness}".encode()[:_TEXT_BYTES].decode(errors="ignore"))
         if len({text.split(" ")[0] for text in texts}) > 1:
             each = "; ".join(f"rank {r}: {text.split(' ', 1)[1]}" for r, text in zip(self.names, texts, strict=True))
-            raise ValueError(f"the ranks make different pipes; use the same layers, balance and schedule on all. {each}")
+            raise ValueError(f"the ranks make different pipes; use the same layers, balance, schedule on all. {each}")
 
     def _gather(self, text: str) -> list[str]:
         mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8, device="cpu")
