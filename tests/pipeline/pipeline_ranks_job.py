@@ -769,6 +769,11 @@ def leaves_at_once(x: Tensor) -> None:
         assert "refused" in str(raised_by(partial(pipe, x)))
 
 
+def kill_at(phase: str, number: signal.Signals, point: str) -> None:
+    if point == f"pipeline.{phase}.{WORLD - 1}.1":
+        os.kill(os.getpid(), number)
+
+
 def stopped() -> dict:
     """The last rank stops in a step: the others name it within two heartbeats; going on, it learns what happened."""
     pids = gathered(os.getpid())
@@ -777,14 +782,9 @@ def stopped() -> dict:
     pipe.step(x, target, loss=F.mse_loss)
     last = WORLD - 1
     began = time.monotonic()
-
-    def stop(name: str) -> None:
-        if name == f"pipeline.forward.{last}.1":
-            os.kill(os.getpid(), signal.SIGSTOP)
-
     found = {}
     try:
-        with on_fault_point(stop):
+        with on_fault_point(partial(kill_at, "forward", signal.SIGSTOP)):
             pipe.step(x, target, loss=F.mse_loss)
     except ab.PeerLost as caught:
         found = {"seconds": time.monotonic() - began, "peer": caught.peer, "text": str(caught), "step": caught.step}
@@ -804,15 +804,9 @@ def killed() -> dict:
     pipe = make(skipping_model(), timeout=60.0)
     x, target = torch.randn(2, 4, 5, dtype=torch.float64)
     pipe.step(x, target, loss=F.mse_loss)
-    last = WORLD - 1
-
-    def die(name: str) -> None:
-        if name == f"pipeline.backward.{last}.1":
-            os.kill(os.getpid(), signal.SIGKILL)
-
     began = time.monotonic()
     try:
-        with on_fault_point(die):
+        with on_fault_point(partial(kill_at, "backward", signal.SIGKILL)):
             pipe.step(x, target, loss=F.mse_loss)
     except ab.PeerLost as caught:
         return {"seconds": time.monotonic() - began, "peer": caught.peer}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import enum
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -87,8 +86,3 @@ def test_a_slot_is_used_again_once_its_tensors_are_freed_and_they_are_no_copies(
     for memory in pair:
         memory.close()
     assert len(os.listdir("/proc/self/fd")) == descriptors
-
-
-def test_what_is_no_memory_of_a_pipe_is_not_opened(pair: Pair, tmp_path: Path):
-    with (tmp_path / "file").open("w") as file, pytest.raises(FileNotFoundError, match="no memory of a pipe"):
-        pair[1].tensors(0, (0, file.fileno(), 64), [("float32", [1])])

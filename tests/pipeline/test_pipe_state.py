@@ -107,19 +107,13 @@ class NormThenRelu(nn.BatchNorm1d):
         return torch.relu(super().forward(x))
 
 
-class Renamed(nn.BatchNorm1d):
-    """With the forward of its base class."""
-
-
 def test_a_batch_norm_with_a_forward_of_its_own_is_not_replaced_but_named():
-    model = nn.Sequential(nn.BatchNorm1d(4), nn.Sequential(Renamed(4), NormThenRelu(4)))
-    with pytest.raises(ValueError, match="cannot replace '1.1': NormThenRelu has a forward of its own"):
-        Pipe(model, [2, 1], deferred_batch_norm=True)
+    model = nn.Sequential(nn.BatchNorm1d(4), NormThenRelu(4))
+    with pytest.raises(ValueError, match="cannot replace '1': NormThenRelu has a forward of its own"):
+        Pipe(model, [1, 1], deferred_batch_norm=True)
     assert type(model[0]) is nn.BatchNorm1d
-    with Pipe(model, [2, 1]) as pipe:
+    with Pipe(model, [1, 1]) as pipe:
         assert (pipe(torch.randn(6, 4)) >= 0).all()
-    with Pipe(model[:1].extend(model[1][:1]), [1, 1], deferred_batch_norm=True) as pipe:
-        assert all(isinstance(layer, DeferredBatchNorm) for layer in pipe)
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
