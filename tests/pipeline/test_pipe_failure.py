@@ -177,7 +177,6 @@ def test_a_call_past_its_deadline_ends_with_an_error_that_says_so(stuck: int, me
     [
         ({"balance": [1, 1]}, ValueError, r"balance=\[1, 1\] sums to 2, but the module has 4 children with 4 layers"),
         ({"balance": [5, -1]}, ValueError, "at least 1 layer"),
-        ({"balance": []}, ValueError, "at least 1 layer"),
         ({"devices": ["cpu"]}, ValueError, "2 stages under GPipe need 2 devices, got 1"),
         ({"schedule": "2F2B"}, ValueError, "schedule is 'GPipe', '1F1B', .* got '2F2B'"),
         ({"schedule": "ZBV", "balance": [1, 1, 2]}, ValueError, "3 stages do not fit on 1 ranks"),

@@ -49,10 +49,7 @@ WAYS = [("GPipe", "always"), ("1F1B", "always"), ("1F1B", "never"), ("GPipe", "n
 
 @pytest.mark.parametrize(
     ("schedule", "checkpoint", "at"),
-    [
-        *((*way, at) for way, at in zip(WAYS, [*CUTS, CUTS[0]], strict=True)),
-        *(pytest.param(*way, at, marks=pytest.mark.slow) for way in WAYS for at in CUTS),
-    ],
+    [(*way, at) for way, at in zip(WAYS, [*CUTS, CUTS[0]], strict=True)],
     ids=str,
 )
 def test_a_split_model_is_the_model(schedule: str, checkpoint: str, at: list[str]):
