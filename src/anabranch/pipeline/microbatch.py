@@ -167,8 +167,8 @@ class Batch:
         Raises:
             ValueError: they disagree, or there are none.
         """
-        for rows in (part.rows() for part in self.inputs.values()):
-            if rows is not None:
+        for part in self.inputs.values():
+            if (rows := part.rows()) is not None:
                 return rows
         shapes = ", ".join(filter(None, [part.shapes() for part in self.inputs.values()]))
         raise ValueError(

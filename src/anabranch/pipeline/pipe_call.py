@@ -79,8 +79,10 @@ def make_head(
             raise ValueError(f"rows= gave {weights}: the weight of a microbatch is a finite number of at least 0")
         total = sum(weights)
         weights = [weight / total for weight in weights] if total else [1.0] * len(sizes)
-    layers = set(model.modules())
-    own = [module for module in loss.modules() if module not in layers] if isinstance(loss, nn.Module) else []
+    own: list[nn.Module] = []
+    if isinstance(loss, nn.Module):
+        layers = set(model.modules())
+        own = [module for module in loss.modules() if module not in layers]
     targets = replace(target, leaves=leaves).structures(sizes)
     return Head(loss, targets, weights, keeps_outputs, seed, own)
 
@@ -91,10 +93,10 @@ Tie: TypeAlias = tuple[int, Tensor, Sequence[int]]
 
 def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
     total: Tensor | None = None
-    for part in (part for part in parts if part is not None):
+    for part in parts:
         if total is None:
             total = part
-        else:
+        elif part is not None:
             part = part.to(total.device)
             total = part + total if total.is_sparse else total + part  # to a dense one a sparse one can be added
     return total

@@ -187,7 +187,7 @@ def mark_doubled(packets: Sequence[Packet], watched: Sequence[Watched], buffers:
                 packet.doubled = (*packet.doubled, index)
             else:
                 places.setdefault(memory, []).append((packet, index))
-    for ways in (ways for ways in places.values() if len(ways) > 1):
-        for sender, index in ways:
+    for ways in places.values():
+        for sender, index in ways if len(ways) > 1 else ():
             if sender is not None and index not in sender.doubled:
                 sender.doubled = (*sender.doubled, index)

@@ -311,8 +311,11 @@ class StageRun:
             with self._drawing(i) as drawing:
                 here.hooked = drawing.hooked
                 for layer in stage.layers:
-                    names = stage.keywords.get(layer.name, ())
-                    value = layer.module(*positional, **{name: keywords[name] for name in names})
+                    if stage.keywords:
+                        named = {name: keywords[name] for name in stage.keywords.get(layer.name, ())}
+                        value = layer.module(*positional, **named)
+                    else:
+                        value = layer.module(*positional)
                     positional = (value,)
             if watched:
                 check_unchanged(watched, stage.index)
