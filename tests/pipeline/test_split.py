@@ -15,6 +15,7 @@ from pipeline_models import (
     StashSecond,
     assert_same_buffers,
     assert_same_gradients,
+    assert_trains_alike,
     close,
     reference,
 )
@@ -565,14 +566,9 @@ def test_a_u_net_trains_and_evaluates_as_the_unsplit_one(schedule: str, checkpoi
     model = UNet().double()
     plain = copy.deepcopy(model)
     x, target = torch.randn(2, 7, 1, 8, 8, dtype=torch.float64)
+    parts, balance = split(model, at, example=x), [1] * (len(at) + 1)
     options = {"chunks": 3, "schedule": schedule, "checkpoint": checkpoint}
-    with Pipe(split(model, at, example=x), [1] * (len(at) + 1), **options) as pipe:
-        result = pipe.step(x, target, loss=F.mse_loss)
-        expected = F.mse_loss(plain(x), target)
-        expected.backward()
-        assert close(result.loss, expected)
-        assert_same_gradients(model, plain)
-        pipe.eval()
-        plain.eval()
-        with torch.no_grad():
-            assert close(pipe(x), plain(x))
+    assert_trains_alike(parts, balance, x, target, plain=plain, **options)
+    with Pipe(parts, balance, **options) as pipe, torch.no_grad():
+        assert close(pipe.eval()(x), plain.eval()(x))
+        assert not model.training

@@ -635,14 +635,12 @@ class PipeRanks:
         return [module for root in (self._pipe, *self._pipe._roots) for module in root.modules()]
 
     def opened(self) -> dict[str, nn.Module]:
-        """Return the modules around the cuts of a split model, by name: its code reads their modes."""
+        """Return the modules around the cuts of a split model, by name: its code reads their modes.
+
+        There are none of other models. What such a part runs was traced: parameters must be tensors with values here.
+        """
         source = self._pipe._source
         return {} if source is None else {path: source.model.get_submodule(path) for path in opened_by(source.at)}
-
-    @property
-    def is_traced(self) -> bool:
-        """True if its stages run code that was traced from a model: parameters must be tensors with values here."""
-        return self._pipe._source is not None
 
     def tied(self) -> frozenset[Tensor]:
         """Return this process's parameters that stages on other ranks use too."""
