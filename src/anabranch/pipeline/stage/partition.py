@@ -101,8 +101,9 @@ def split_layers(module: nn.Module, layers: Sequence[Layer], balance: Sequence[i
     if sum(balance) != len(layers) and sum(balance) == len(children) and not isinstance(module, PartedModel):
         units = [[layer for layer in layers if layer.name.split(".")[0] == child] for child in children]
     if sum(balance) != len(units):
-        has = f"{len(children)} children with" if not isinstance(module, PartedModel) else "parts,"
-        raise ValueError(f"balance={balance!r} sums to {sum(balance)}, but the module has {has} {len(layers)} layers")
+        n = len(layers)
+        has = f"{n} parts" if isinstance(module, PartedModel) else f"{len(children)} children with {n} layers"
+        raise ValueError(f"balance={balance!r} sums to {sum(balance)}, but the module has {has}")
     rest = iter(units)
     return [[layer for unit in islice(rest, size) for layer in unit] for size in balance]
 
