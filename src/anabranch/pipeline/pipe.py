@@ -29,7 +29,6 @@ from anabranch.pipeline.links.connection import Facts, RankConnection
 from anabranch.pipeline.microbatch import Batch, microbatch_sizes, scatter
 from anabranch.pipeline.parts.model_part import PartedModel
 from anabranch.pipeline.parts.part_program import SplitCall
-from anabranch.pipeline.parts.split import SplitModel
 from anabranch.pipeline.parts.tracing import opened_by
 from anabranch.pipeline.pipe_call import (
     Args,
@@ -188,7 +187,7 @@ class Pipe(nn.Module):
         rank = None if process_group is None else dist.get_rank(process_group)
         self._here = [j for j in range(len(split)) if rank in (None, rank_of[j])]
         self._stages = stage_placement.place_stages(split, rank_of, devices, self._here)
-        self._source = module.split_source if isinstance(module, SplitModel) else None
+        self._source = module.split_source if isinstance(module, PartedModel) else None
         self.process_group = process_group
         self._adopt(
             module if process_group is None else stage_placement.part_of(module, [split[j] for j in self._here])

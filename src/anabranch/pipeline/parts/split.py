@@ -106,21 +106,8 @@ def split(
             raise ValueError("glue= has the code of all parts; leave out at= and example=")
         _check_glue(model, glue)
         return PartedModel(model, [_GluedPart(model, i, *pair) for i, pair in enumerate(glue)])
-    return SplitModel(SplitSource(model, _checked(model, at), example))
-
-
-class SplitModel(PartedModel):
-    """A model in parts by its own code; see ``split``."""
-
-    split_source: SplitSource
-
-    def __init__(self, source: SplitSource) -> None:
-        super().__init__(source.model, [SplitPart(source, index) for index in range(len(source.at) + 1)])
-        self.__dict__["split_source"] = source
-
-    def forward(self, *args: object, **kwargs: object) -> object:
-        """Run the model itself."""
-        return self.unsplit(*args, **kwargs)
+    source = SplitSource(model, _checked(model, at), example)
+    return PartedModel(model, [SplitPart(source, index) for index in range(len(source.at) + 1)], source)
 
 
 def _checked(model: nn.Module, at: Sequence[str]) -> list[str]:
