@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -66,6 +67,7 @@ WAYS: dict[str, tuple[Change, Change]] = {
     "number": (assigned(lambda: 1.0), rebound),
     "missing": (lambda layer: None, rebound),
     "tuple": (assigned(lambda: (ONE.clone(), 1)), lambda layer: setattr(layer, "n", (layer.n[0] + 1, 1))),
+    "list": (assigned(lambda: [ONE.clone()]), lambda layer: layer.n[0].add_(1)),
     "view": (view, lambda layer: layer.both.add_(1)),
     "memory": (memory, in_place),
 }
@@ -86,7 +88,7 @@ class Counts(nn.Module):
 
     @property
     def count(self) -> Tensor | float:
-        return self.n[0] if isinstance(self.n, tuple) else self.n
+        return self.n[0] if isinstance(self.n, tuple | list) else self.n
 
 
 class Reads(nn.Module):
@@ -173,7 +175,7 @@ class Watches(nn.Module):
         super().__init__()
         self.base = nn.Parameter(torch.randn(3, 3), requires_grad=False)
         self.down, self.up = nn.Linear(3, 1, bias=False), nn.Linear(1, 3, bias=False)
-        self.seen: list[tuple[int, int]] = []
+        self.seen: deque[tuple[int, int]] = deque()  # a list would be put back for the second forward
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen.append((id(self.base), torch._C._data_address(self.base)))
@@ -258,6 +260,37 @@ def test_modules_with_state_train_as_in_a_loop_over_the_microbatches(name: str, 
             theirs.step()
     for key, value in plain.state_dict().items():
         assert close(model.state_dict()[key], value), key
+
+
+class Reversed(nn.Module):
+    """Changes gradients alone, by a scale that grows with each forward."""
+
+    def __init__(self, scale: list[float] | dict[str, float], key: int | str) -> None:
+        super().__init__()
+        self.scale, self.key = scale, key
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale[self.key]
+        self.scale[self.key] = scale * 2
+        return x.detach() * (1 + scale) - scale * x
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+def test_a_scale_of_gradients_in_a_list_or_dict_is_each_microbatchs_own(checkpoint: str):
+    shared = [0.5]
+    scales: list[tuple[list[float] | dict[str, float], int | str]] = [([0.5, 3.0], 0), ({"scale": 0.5}, "scale")]
+    scales += [(shared, 0), (shared, 0)]
+    model = nn.Sequential(nn.Linear(1, 1), *(Reversed(*pair) for pair in scales)).double()
+    plain = copy.deepcopy(model)
+    model[1].alias = held = model[1].scale
+    x = torch.arange(1.0, 9.0, dtype=torch.float64)[:, None]
+    by_microbatch(plain, x, total, 4)
+    with Pipe(model, [1, 4], chunks=4, checkpoint=checkpoint, schedule="1F1B") as pipe:
+        pipe.step(x, target=x, loss=total, reduction="sum")
+    assert close(model[0].weight.grad, plain[0].weight.grad)
+    assert model[1].scale is model[1].alias is held
+    assert held == plain[1].scale == [8.0, 3.0]
+    assert [layer.scale for layer in model[2:]] == [layer.scale for layer in plain[2:]]
 
 
 def test_a_loss_with_state_counts_each_microbatch_once():

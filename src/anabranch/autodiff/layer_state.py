@@ -10,8 +10,9 @@
     with state.put_back():            for whoever has kept no values: the forward starts from what there is, and is
         ...                           undone afterwards, in the same tensors
 
-State is buffers, frozen parameters, and tensors and plain values in attributes. A copy takes memory only once one side
-is written to, so frozen weights that no forward changes cost a microsecond, and stay the same objects.
+State is buffers, frozen parameters, and tensors and plain values in attributes, or in short lists and dicts there. A
+copy takes memory only once one side is written to, so frozen weights that no forward changes cost a microsecond, and
+stay the same objects.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ import torch
 from torch import Tensor, nn
 
 StateValues = list[object]
-"""To put back in each place: a value, or a tensor as ``_Saved``; ``_OTHER`` for nothing, ``_MISSING`` to delete it."""
+"""To put back in each place: a value, or a tensor or list as ``_Saved...``; ``_OTHER`` for nothing, ``_MISSING`` to
+delete it."""
 
 _Kind: TypeAlias = Literal[0, 1] | None
 """Of places: 0 in attributes, 1 of a parameter or buffer, ``None`` of a norm's statistics."""
 _PLAIN = frozenset({bool, int, float, complex, str, type(None)})
 _TENSORS = frozenset({Tensor, nn.Parameter})
 _OTHER, _MISSING = object(), object()
+_MOST_ITEMS = 64  # of what a layer counts or scales by; a vocabulary would be copied for each microbatch
 _cloning = threading.Lock()
 """Two clones at once, of a weight that stages on two threads share, tear its memory's bookkeeping in PyTorch."""
 _MODULES_OWN = frozenset(nn.Module().__dict__)
@@ -48,6 +51,12 @@ class _Saved:
     def is_current(self, value: object) -> bool:
         """Return True if ``value`` is the same tensor, unchanged: a write would have moved it away from its copy."""
         return value is self.tensor and _address(self.tensor) == _address(self.copy)
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedItems:
+    container: list[object] | dict[object, object]
+    items: dict[object, object]
 
 
 class LayerState:
@@ -164,7 +173,7 @@ class _Copies:
     def __init__(self, *, on_cuda: bool = False) -> None:
         self._on_cuda = on_cuda
         self._storages: dict[int, Tensor] = {}
-        self._replacements: dict[int, Tensor] = {}
+        self._replacements: dict[int, object] = {}
 
     def saved(self, value: object, *, trained: bool = False) -> object:
         """Return a plain value, a tensor with its copy, or ``_OTHER`` for everything that is not put back.
@@ -175,6 +184,10 @@ class _Copies:
             return value
         if type(value) is tuple:  # such as the state of an LSTM; what changes inside it is not seen
             return value if all(type(part) in _PLAIN or _is_constant(part) for part in value) else _OTHER
+        if (type(value) is list or type(value) is dict) and len(value) <= _MOST_ITEMS:
+            pairs = value.items() if type(value) is dict else enumerate(value)
+            items = {key: self.saved(item) for key, item in pairs}
+            return _OTHER if any(item is _OTHER for item in items.values()) else _SavedItems(value, items)
         if not _is_constant(value, trained=trained):
             return _OTHER
         copy = self._lazy(value.detach())
@@ -189,6 +202,12 @@ class _Copies:
         """Return a saved value, of a changed tensor a copy, the same for each place where the tensor is."""
         if saved is now or saved is _OTHER:
             return now
+        if isinstance(saved, _SavedItems):  # a copy in any case, because the second forward may change it, too
+            key = id(saved.container)
+            if key not in self._replacements:
+                items = {name: self.restored(part, getattr(part, "tensor", None)) for name, part in saved.items.items()}
+                self._replacements[key] = items if isinstance(saved.container, dict) else list(items.values())
+            return self._replacements[key]
         if not isinstance(saved, _Saved):
             return saved
         if saved.is_current(now):
