@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch.pipeline import make_schedule, split
+from anabranch.pipeline.links import connection
 from anabranch.pipeline.pipe import PipeRanks
 from anabranch.record.fault_points import on_fault_point
 from anabranch.record.spans import Span, heard
@@ -56,8 +57,8 @@ def any_balance(schedule: str, chance: random.Random) -> list[int]:
 
 
 def make(model: nn.Sequential, schedule: str = "1F1B", **arguments: object) -> ab.Pipe:
-    ranks = {"process_group": dist.group.WORLD, "shared_memory": "PIPELINE_OVER_GLOO" not in os.environ}
-    arguments = {**({"devices": ["cpu"] * WORLD} if ALONE else ranks), "chunks": 4, "schedule": schedule, **arguments}
+    places = {"devices": ["cpu"] * WORLD} if ALONE else {"process_group": dist.group.WORLD}
+    arguments = {**places, "chunks": 4, "schedule": schedule, **arguments}
     return ab.Pipe(model, arguments.pop("balance", balance_for(schedule)), **arguments)
 
 
@@ -744,22 +745,6 @@ def mistakes() -> None:
     with make(skipping_model(), balance="size", sample=x) as pipe:
         step(pipe, x, target)
     leaves_at_once(x)
-    cannot_meet(x, target)
-
-
-def cannot_meet(x: Tensor, target: Tensor) -> None:
-    """A rank that can make no memory takes all of them to gloo alone, and to no other place in their collectives."""
-
-    def refuse(*_: object) -> int:
-        raise OSError("too many files")
-
-    with pytest.MonkeyPatch.context() as patch:
-        if RANK == WORLD - 1:
-            patch.setattr(os, "memfd_create", refuse)
-        pipe = make(skipping_model(), shared_memory=True)
-    with pipe:
-        step(pipe, x, target)
-        assert pipe._engine._connection.channel._memory is None
 
 
 class Unspeakable(Exception):
@@ -784,6 +769,11 @@ def leaves_at_once(x: Tensor) -> None:
         assert "refused" in str(raised_by(partial(pipe, x)))
 
 
+def kill_at(phase: str, number: signal.Signals, point: str) -> None:
+    if point == f"pipeline.{phase}.{WORLD - 1}.1":
+        os.kill(os.getpid(), number)
+
+
 def stopped() -> dict:
     """The last rank stops in a step: the others name it within two heartbeats; going on, it learns what happened."""
     pids = gathered(os.getpid())
@@ -792,14 +782,9 @@ def stopped() -> dict:
     pipe.step(x, target, loss=F.mse_loss)
     last = WORLD - 1
     began = time.monotonic()
-
-    def stop(name: str) -> None:
-        if name == f"pipeline.forward.{last}.1":
-            os.kill(os.getpid(), signal.SIGSTOP)
-
     found = {}
     try:
-        with on_fault_point(stop):
+        with on_fault_point(partial(kill_at, "forward", signal.SIGSTOP)):
             pipe.step(x, target, loss=F.mse_loss)
     except ab.PeerLost as caught:
         found = {"seconds": time.monotonic() - began, "peer": caught.peer, "text": str(caught), "step": caught.step}
@@ -819,15 +804,9 @@ def killed() -> dict:
     pipe = make(skipping_model(), timeout=60.0)
     x, target = torch.randn(2, 4, 5, dtype=torch.float64)
     pipe.step(x, target, loss=F.mse_loss)
-    last = WORLD - 1
-
-    def die(name: str) -> None:
-        if name == f"pipeline.backward.{last}.1":
-            os.kill(os.getpid(), signal.SIGKILL)
-
     began = time.monotonic()
     try:
-        with on_fault_point(die):
+        with on_fault_point(partial(kill_at, "backward", signal.SIGKILL)):
             pipe.step(x, target, loss=F.mse_loss)
     except ab.PeerLost as caught:
         return {"seconds": time.monotonic() - began, "peer": caught.peer}
@@ -850,6 +829,8 @@ _OPEN: list[ab.Pipe] = []
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if "PIPELINE_OVER_GLOO" in os.environ:
+        connection.MessageMemory = lambda processes: None  # as between hosts
     dist.init_process_group("gloo")
     found = {"rank": RANK}
     for what in sys.argv[1:]:

@@ -15,6 +15,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+class Coded(nn.Module):
+    """Modules and buffers, and the code that uses them."""
+
+    def __init__(self, code: Callable[..., object], **parts: nn.Module | Tensor) -> None:
+        super().__init__()
+        self.code = code
+        for name, part in parts.items():
+            self.add_module(name, part) if isinstance(part, nn.Module) else self.register_buffer(name, part)
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        return self.code(self, *args, **kwargs)
+
+
+def linears(code: Callable[..., object], width: int = 4, names: str = "a b", **parts: nn.Module | Tensor) -> Coded:
+    return Coded(code, **{name: nn.Linear(width, width) for name in names.split()}, **parts)
+
+
 class Block(nn.Module):
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -65,27 +82,6 @@ class Language(nn.Module):
         if labels is not None:
             per_row = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(rows, -1).mean(1)
         return {"logits": logits, "loss": per_row}
-
-
-class Images(nn.Module):
-    """BatchNorm between modules and inside them, operations in place on both sides of a cut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(2, 3, 3)
-        self.bn = nn.BatchNorm2d(3)
-        self.relu = nn.ReLU(inplace=True)
-        self.body = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU(inplace=True))
-        self.tail = nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(3, 3, 1))
-        self.fc = nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.relu(self.bn(self.stem(x)))
-        x = self.body(x) + x
-        x = self.tail(x)
-        x += 1.0
-        x = self.relu(x)
-        return self.fc(x.mean((2, 3)))
 
 
 # A model whose code reads numbers from everywhere, and the ways to change them.

@@ -6,23 +6,13 @@ That all others arrive as they were sent, ``every_value`` shows, which the ranks
 from __future__ import annotations
 
 import enum
-import errno
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
-from anabranch.pipeline.links import connection
-from anabranch.pipeline.links.connection import (
-    Header,
-    Inbox,
-    encode_header,
-    pack,
-    pack_message,
-    unpack,
-)
+from anabranch.pipeline.links.connection import pack, pack_message, unpack
 from anabranch.pipeline.links.shared_memory import MessageMemory
 from anabranch.pipeline.stage.packet import cut
 from anabranch.tensors import Structure
@@ -96,19 +86,3 @@ def test_a_slot_is_used_again_once_its_tensors_are_freed_and_they_are_no_copies(
     for memory in pair:
         memory.close()
     assert len(os.listdir("/proc/self/fd")) == descriptors
-
-
-def test_what_is_no_memory_of_a_pipe_is_not_opened(pair: Pair, tmp_path: Path):
-    with (tmp_path / "file").open("w") as file, pytest.raises(FileNotFoundError, match="no memory of a pipe"):
-        pair[1].tensors(0, (0, file.fileno(), 64), [("float32", [1])])
-
-
-def test_memory_that_cannot_be_opened_is_said_rather_than_waited_for(pair: Pair, monkeypatch: pytest.MonkeyPatch):
-    spec, described, parts = pack(torch.ones(4))
-    header = Header(1, "step", "value", body=spec, tensors=described, slot=pair[0].put(1, parts))
-    monkeypatch.setattr(connection.dist, "recv", lambda into, **_: into.copy_(encode_header(header)[0]))
-    monkeypatch.setattr(os, "open", lambda *_: (_ for _ in ()).throw(OSError(errno.EMFILE, "Too many open files")))
-    inbox = Inbox([0])
-    inbox.begin(1, "step")
-    connection._receive_all(None, 0, 7, inbox, pair[1])
-    assert "Too many open files" in inbox.lost[0]

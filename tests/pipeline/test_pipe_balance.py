@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import xml.etree.ElementTree as ElementTree
 from types import SimpleNamespace
@@ -29,7 +28,6 @@ from anabranch.pipeline import (
 )
 from anabranch.pipeline.schedule import PHASES
 from anabranch.pipeline.stage import balance
-from anabranch.pipeline.stage.balance import _cut
 from anabranch.record.fault_points import on_fault_point
 from anabranch.record.spans import Span, heard
 from anabranch.testing import FakeClock
@@ -62,35 +60,6 @@ class _Busy(torch.autograd.Function):
         return grad, grad.sum(), None
 
 
-@given(
-    st.lists(st.integers(0, 20), min_size=1, max_size=8).flatmap(
-        lambda costs: st.tuples(
-            st.just(costs),
-            st.lists(st.integers(0, 5), min_size=len(costs), max_size=len(costs)),
-            st.integers(1, len(costs)),
-        )
-    )
-)
-def test_no_cut_has_a_cheaper_dearest_stage(case: tuple[list[int], list[int], int]):
-    costs, crossing, n = case
-
-    def dearest(sizes: list[int]) -> int:
-        ends = list(itertools.accumulate(sizes))
-        parts = [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-        return max(
-            sum(costs[start:end]) + crossing[start] + (crossing[end] if end < len(costs) else 0) for start, end in parts
-        )
-
-    every = [
-        [b - a for a, b in itertools.pairwise((0, *cuts, len(costs)))]
-        for cuts in itertools.combinations(range(1, len(costs)), n - 1)
-    ]
-    found = _cut(n, costs, crossing)
-    assert len(found) == n
-    assert sum(found) == len(costs)
-    assert dearest(found) == min(map(dearest, every))
-
-
 def test_time_is_forward_and_backward_of_each_layer(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(balance, "time", SimpleNamespace(perf_counter=_clock))
     model = nn.Sequential(Busy(0.006), Busy(0.002), Busy(0.002), Busy(0.002))
@@ -106,6 +75,7 @@ def test_size_counts_parameters_and_tensors_kept_for_backward():
     assert balance_by_size(2, sparse, torch.randn(4, 4)) == [1, 1]
     activations = nn.Sequential(*[nn.Tanh() for _ in range(6)])
     assert balance_by_size(2, activations, torch.randn(100, 10)) == [3, 3]
+    assert balance_by_size(3, activations, torch.randn(100, 10)) == [2, 1, 3], "one in the middle has two ends"
 
 
 def test_measuring_leaves_parameters_buffers_gradients_and_random_numbers_alone():

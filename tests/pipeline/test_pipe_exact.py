@@ -12,10 +12,8 @@ from pipeline_models import (
     Computes,
     assert_same_gradients,
     assert_trains_alike,
-    pop_columns,
     reference,
     skipping_model,
-    stash_columns,
 )
 from torch import Tensor, nn
 
@@ -119,9 +117,6 @@ MODELS: dict[str, Callable[[], list[nn.Module]]] = {
         Computes(lambda pair: torch.sparse.mm(pair[1], pair[0].t()).t()),
         linear(),
     ],
-    "halves of a tensor, one changed in place": lambda: [
-        stash_columns(slice(4), slice(4, 8)), nn.ReLU(inplace=True), pop_columns(),
-    ],
     "a value passed on and changed in place": lambda: [
         linear(),
         Computes(lambda x: (x[:, 1:], torch.tanh(x)[:, 1:])),
@@ -204,17 +199,6 @@ def test_an_expert_in_another_place_may_be_a_layer(schedule: str):
     assert len(updates) == 3
     for index in (0, 2):
         torch.testing.assert_close(model[index].weight.grad, plain[index].weight.grad)
-
-
-def test_names_in_the_state_dict_are_the_unsplit_modules():
-    model = skipping_model()
-    names = list(model.state_dict())
-    for balance in ([1, 10], [3, 4, 4]):
-        pipe = Pipe(model, balance)
-        assert list(pipe.state_dict()) == names
-        assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in model.named_parameters()]
-        pipe.load_state_dict(model.state_dict())
-        assert pipe.module is model
 
 
 def test_a_pipe_takes_over_mode_and_state_of_the_sequential_itself():

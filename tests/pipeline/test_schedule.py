@@ -133,9 +133,9 @@ def test_a_damaged_file_is_refused_saying_why(tmp_path: Path, text: str, message
         ("GPipe", 0, 2, None, "stages, at least 1, got 0"),
         ("GPipe", 2, 0, None, "microbatches, at least 1, got 0"),
         ("1F1B", 2, 4.0, None, "a whole number of microbatches, at least 1, got 4.0"),
-        ("GPipe", 4, 2, 2, "got 4 stages for 2 ranks; make 2 stages"),
-        ("ZBV", 3, 2, 2, "3 stages do not fit on 2 ranks; make 4 stages"),
-        ("Interleaved1F1B", 4, 2, 3, r"not a multiple of 3 ranks; use one of \[1, 2, 4\]"),
+        ("GPipe", 4, 2, 2, "4 stages do not fit on 2 ranks: .* make 2 stages"),
+        ("ZBV", 3, 2, 2, "3 stages do not fit on 2 ranks: .* make 4 stages"),
+        ("Interleaved1F1B", 4, 2, 3, r"on 3 ranks: .* use one of \[1, 2, 4\]"),
     ],
 )
 def test_numbers_that_cannot_run_are_refused_with_those_that_can(

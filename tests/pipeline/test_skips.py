@@ -163,9 +163,9 @@ def test_declarations_that_name_nothing_are_refused(declare: Callable[[], object
     [
         ((), (), [stash("x", None)], "stashes 'x' but does not declare it"),
         ((), (), [pop("x")], "pops 'x' but does not declare it"),
-        (("x",), (), [], "declares 'x' in stash= but its forward did not stash it"),
+        (("x",), (), [], r"declares \['x'\] in stash= but its forward did not stash it"),
         (("x",), (), [stash("x", None), stash("x", None)], "stashes 'x' twice"),
-        ((), ("x",), [], "declares 'x' in pop= but its forward did not pop it"),
+        ((), ("x",), [], r"declares \['x'\] in pop= but its forward did not pop it"),
         ((), ("x",), [pop("x")], "pops 'x', which has not been stashed"),
         ((), (), [3], "yielded 3; yield stash"),
     ],

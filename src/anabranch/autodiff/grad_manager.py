@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self, TypeGuard, cast
+from typing import Self, cast
 
 import torch
 from torch import Tensor
@@ -184,7 +184,7 @@ class GradManager(sessions.Session):
         """Sweep back from ``y``, run the callbacks, then accumulate into ``.grad``, and end the session.
 
         When a callback or a hook raises, or Ctrl-C interrupts, the sweep ends there, no attached tensor's ``.grad`` is
-        changed, futures returned so far are cancelled or waited for briefly, and the exception continues to the caller.
+        changed, futures returned so far are cancelled, and the exception continues to the caller.
 
         Args:
             y: the roots, ones that require no gradient are ignored; ``None`` for a rank that has none.
@@ -228,11 +228,13 @@ class GradManager(sessions.Session):
             added = self._assign(final, create, {id(tensor): grad for tensor, grad in aside})
             version = _version(added)
             _add(added)
-        except BaseException as error:
+        except BaseException:
             if version is None or version == _version(added):  # nothing was added yet
                 for tensor, earlier in before:
                     tensor.grad = earlier
-            _abandon(sweep.values, error)
+            for future in sweep.values:  # their results are ignored; those that run end by themselves
+                if isinstance(future, concurrent.futures.Future):
+                    future.cancel()
             raise
         finally:
             sweep.clear()
@@ -257,15 +259,7 @@ class GradManager(sessions.Session):
     def _resolve(self) -> list[Tensor]:
         """Wait for all futures and collect the callbacks' final results, before anything is written."""
         deadline = Deadline.after(self._timeout)
-
-        def resolved(value: object) -> Tensor:
-            if isinstance(value, Tensor):
-                return value
-            if not _is_future(value):
-                raise TypeError(f"a callback returns a tensor, a future or None, got {value!r}")
-            return _result_of(value, deadline)
-
-        return [*map(resolved, self._sweep.values)]
+        return [value if isinstance(value, Tensor) else _result_of(value, deadline) for value in self._sweep.values]
 
     def __enter__(self) -> Self:
         self.record()
@@ -341,16 +335,10 @@ def _remove(handles: dict[int, RemovableHandle]) -> None:
         handle.remove()
 
 
-# Futures that callbacks returned: recognised, and waited for with a time limit.
-
-
-def _is_future(value: object) -> TypeGuard[GradientFuture]:
-    """Return True if ``value`` is a future of either kind."""
-    return isinstance(value, concurrent.futures.Future | torch._C.Future)
-
-
 def _result_of(future: GradientFuture, deadline: Deadline) -> Tensor:
     """Return the future's result; raise ``DeadlineExceeded`` when the deadline comes first."""
+    if not isinstance(future, concurrent.futures.Future | torch._C.Future):
+        raise TypeError(f"a callback returns a tensor, a future or None, got {future!r}")
     pause = 1e-5  # torch's futures have no timeout
     while not future.done():
         deadline.check(peer="a callback's future", operation="GradManager.backward")
@@ -359,33 +347,9 @@ def _result_of(future: GradientFuture, deadline: Deadline) -> Tensor:
     if isinstance(future, concurrent.futures.Future):
         return future.result(timeout=0)
     # Done already: no thread waits, but the current streams for the future's.
-    (value,) = torch.futures.wait_all([cast("torch.futures.Future[Tensor]", future)])
-    return _only_tensor(value)
-
-
-def _only_tensor(value: object) -> Tensor:
-    """Return the tensor of a future's value; that of a collective is a list of its tensors, here of one."""
+    (value,) = torch.futures.wait_all([cast("torch.futures.Future[object]", future)])
+    # That of a collective is a list of its tensors, here of one.
     several = value if isinstance(value, list | tuple) else [value]
     if len(several) == 1 and isinstance(several[0], Tensor):
         return several[0]
     raise TypeError(f"a callback's future returns a tensor, or a list of one tensor like collectives, got {value!r}")
-
-
-_GRACE = 1.0
-"""Seconds that a failed sweep waits for work its callbacks have begun: the remote side may be waiting for us too."""
-
-
-def _abandon(values: Iterable[object], error: BaseException) -> None:
-    """Cancel the futures among ``values``, give those that run a moment to end, and note on ``error`` which did not.
-
-    Their results are ignored: ``error`` came first.
-    """
-    futures = [value for value in values if _is_future(value)]
-    for future in futures:
-        if isinstance(future, concurrent.futures.Future):
-            future.cancel()
-    deadline = Deadline.after(_GRACE)
-    while (running := sum(not future.done() for future in futures)) and not deadline.expired():
-        time.sleep(1e-3)
-    if running:
-        error.add_note(f"{running} future(s) that callbacks returned are still running")

@@ -75,16 +75,14 @@ class Tape:
 
 def _unpack(cell: _Cell) -> Tensor:
     if not cell:
-        raise RuntimeError(
-            "the saved tensors of this graph were freed when its Grad session ended; run backward inside the session"
-        )
+        raise RuntimeError("the saved tensors of this graph were freed when its Grad session ended")
     tensor: Tensor
     tensor, version = cell  # type: ignore[assignment]
     # torch itself checks only tensors saved without hooks.
     if tensor._version != version:
         raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"a tensor of shape {tuple(tensor.shape)} is at version {tensor._version}, expected {version}"
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {tuple(tensor.shape)}"
         )
     return tensor
 
@@ -156,12 +154,8 @@ def sweep_flags(session: Session) -> tuple[bool, bool]:
     if len(_recording.sessions) == 1:  # the common case: no other session
         return False, False
     sessions = live()
-    create = False
-    for other in sessions:
-        if other is session:
-            break
-        create = create or other.siblings is None or other.siblings is not session.siblings
-    return len(sessions) > 1, create
+    outer = sessions[: sessions.index(session)]
+    return len(sessions) > 1, any(one.siblings is None or one.siblings is not session.siblings for one in outer)
 
 
 def boundary_exit(token: Tensor) -> Tensor:
@@ -190,10 +184,8 @@ def check_differentiable(tensor: object) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"gradients are of tensors, got {type(tensor).__name__}")
     if not (tensor.requires_grad or tensor.is_floating_point() or tensor.is_complex()):
-        raise TypeError(
-            f"a tensor of {tensor.dtype} and shape {tuple(tensor.shape)} has no gradient; only floating-point and "
-            "complex tensors do"
-        )
+        what = f"a tensor of {tensor.dtype} and shape {tuple(tensor.shape)}"
+        raise TypeError(f"{what} has no gradient; only floating-point and complex tensors do")
 
 
 def roots_on_tape(
@@ -208,11 +200,7 @@ def roots_on_tape(
     if isinstance(y, Tensor) and dy is None and not y.ndim and y.requires_grad:
         return [y], [None]  # a loss: nothing to check
     ys: list[Tensor] = [] if y is None else [y] if isinstance(y, Tensor) else list(y)
-    dys: list[Tensor | None]
-    if dy is None:
-        dys = [None] * len(ys)
-    else:
-        dys = [dy] if isinstance(dy, Tensor) else list(dy)
+    dys: list[Tensor | None] = [dy] if isinstance(dy, Tensor) else [None] * len(ys) if dy is None else list(dy)
     if len(ys) != len(dys):
         raise ValueError(f"backward needs a gradient for each root: {len(ys)} roots, {len(dys)} gradients")
     roots: list[Tensor] = []
@@ -255,19 +243,13 @@ def loss_and_returned(answer: object) -> tuple[Tensor, Mapping[str, Tensor]]:
     else:
         loss = getattr(answer, "loss", answer)
     if not isinstance(loss, Tensor):
-        raise TypeError(
-            "loss(model, batch) returns a scalar tensor, (scalar, dict), a mapping with 'loss' or an object with "
-            f".loss, got {type(loss).__name__}"
-        )
+        forms = "a scalar tensor, (scalar, dict), a mapping with 'loss' or an object with .loss"
+        raise TypeError(f"loss(model, batch) returns {forms}, got {type(loss).__name__}")
     if loss.numel() != 1:
-        raise ValueError(
-            f"the loss has shape {tuple(loss.shape)}, but backward starts from a single number; return loss.mean() "
-            "with reduction='mean', or loss.sum() with reduction='sum'"
-        )
+        what = f"the loss has shape {tuple(loss.shape)}, but backward starts from a single number"
+        raise ValueError(f"{what}; return loss.mean() with reduction='mean', or loss.sum() with reduction='sum'")
     if not torch.is_grad_enabled():
-        raise ValueError(
-            "gradients are switched off around this run (torch.no_grad, inference_mode); a step needs them"
-        )
+        raise ValueError("gradients are switched off around this run (torch.no_grad, inference_mode)")
     if not loss.requires_grad:
         raise ValueError("the loss does not depend on any parameter that requires a gradient; nothing would be trained")
     return loss if loss.ndim == 0 else loss.reshape(()), returned

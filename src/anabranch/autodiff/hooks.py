@@ -81,22 +81,18 @@ class Sweep:
 
     def watch_leaf(self, leaf: Tensor, callbacks: tuple[Callback, ...]) -> RemovableHandle:
         """Run ``callbacks`` on the leaf's final gradient, taken at (3) out of ``.grad``, which is None then."""
-        hook = self._hooks.get(callbacks)
-        if hook is None:
-            hook = self._hooks[callbacks] = self._hook_at_3(callbacks)
-        return leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call, no-any-return]
+        if callbacks not in self._hooks:
+            sweep_ref, number = weakref.ref(self), len(self._chains)
+            self._chains.append(callbacks)
 
-    def _hook_at_3(self, callbacks: tuple[Callback, ...]) -> Callable[[Tensor], None]:
-        sweep_ref, number = weakref.ref(self), len(self._chains)
-        self._chains.append(callbacks)
+            def hook(leaf: Tensor) -> None:
+                sweep = sweep_ref()
+                if sweep is not None and sweep.running and (grad := leaf.grad) is not None:
+                    leaf.grad = None
+                    sweep._take(leaf, grad, sweep._chains[number])
 
-        def hook(leaf: Tensor) -> None:
-            sweep = sweep_ref()
-            if sweep is not None and sweep.running and (grad := leaf.grad) is not None:
-                leaf.grad = None
-                sweep._take(leaf, grad, sweep._chains[number])
-
-        return hook
+            self._hooks[callbacks] = hook
+        return leaf.register_post_accumulate_grad_hook(self._hooks[callbacks])  # type: ignore[no-untyped-call, no-any-return]
 
     def _take(self, tensor: Tensor, grad: Tensor, callbacks: tuple[Callback, ...]) -> None:
         """Run ``callbacks`` on a final gradient."""

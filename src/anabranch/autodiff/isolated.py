@@ -41,11 +41,8 @@ class IsolatedCall:
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool = False) -> list[Tensor | None]:
         """Return the leaves' gradients; ``None`` among ``gradients`` is an output that was not used."""
-        pairs = [
-            (out, grad)
-            for out, grad in zip(self.outputs, gradients, strict=True)
-            if out is not None and grad is not None
-        ]
+        both = zip(self.outputs, gradients, strict=True)
+        pairs = [(out, grad) for out, grad in both if out is not None and grad is not None]
         if not pairs or not self.leaves:
             return [None] * len(self.leaves)
         roots, starts = zip(*pairs, strict=True)
@@ -60,25 +57,17 @@ def isolate(func: type[Function], args: Sequence[object], wants: Sequence[bool])
     Raises:
         RuntimeError: the Function changes an argument in place.
     """
-    leaves: list[Tensor] = []
-    arguments: list[object] = []
-    for arg, want in zip(args, wants, strict=True):
-        if want:
-            leaf = cast(Tensor, arg).detach().requires_grad_()
-            leaves.append(leaf)
-            arguments.append(leaf)
-        else:
-            arguments.append(arg)
+    pairs = zip(args, wants, strict=True)
+    arguments = [cast(Tensor, arg).detach().requires_grad_() if want else arg for arg, want in pairs]
+    places = [index for index, want in enumerate(wants) if want]
+    leaves = [cast(Tensor, arguments[place]) for place in places]
     versions = [_version(arg) for arg in arguments]
     with torch.enable_grad():
         returned = func.apply(*arguments)  # type: ignore[no-untyped-call]
     if versions != [_version(arg) for arg in arguments]:
-        raise RuntimeError(
-            f"{func.__name__} changes an argument in place (mark_dirty), which a call with its own graph cannot "
-            "pass on; let it return a new tensor"
-        )
+        why = "which a call with its own graph cannot pass on; let it return a new tensor"
+        raise RuntimeError(f"{func.__name__} changes an argument in place (mark_dirty), {why}")
     outputs = returned if isinstance(returned, tuple) else (returned,)
-    places = [index for index, want in enumerate(wants) if want]
     return IsolatedCall(leaves, outputs, places, len(args)), returned
 
 
@@ -125,13 +114,9 @@ def run_isolated_forward(func: type[Function], *args: object) -> tuple[IsolatedC
     if not any(wants):
         wants = [isinstance(arg, Tensor) and (arg.is_floating_point() or arg.is_complex()) for arg in args]
     call, returned = isolate(func, args, wants)
-    if isinstance(returned, tuple):
-        return call, tuple(_cut(out) for out in returned)
-    return call, _cut(returned)
-
-
-def _cut(out: object) -> object:
-    return out.detach() if isinstance(out, Tensor) else out
+    several = returned if isinstance(returned, tuple) else (returned,)
+    cut = tuple(out.detach() if isinstance(out, Tensor) else out for out in several)
+    return call, cut if isinstance(returned, tuple) else cut[0]
 
 
 def run_isolated_backward(

@@ -63,13 +63,8 @@ def _sets(name: str) -> Any:
     return getattr(Tensor, name).__set__
 
 
-_data, _grad, _version, _set_data, _set_grad = (
-    _reads("data"),
-    _reads("grad"),
-    _reads("_version"),
-    _sets("data"),
-    _sets("grad"),
-)
+_data, _grad, _version = map(_reads, ("data", "grad", "_version"))
+_set_data, _set_grad = map(_sets, ("data", "grad"))
 # True of a parameter wherever it is. Not among them: stride, is_contiguous, data_ptr, which would tell of the one NaN.
 _FACTS = frozenset(
     [_reads(name) for name in dir(Tensor) if name.startswith("is_") and not callable(getattr(Tensor, name))]
@@ -156,9 +151,8 @@ class Elsewhere(nn.Parameter):
             return _plain(func, types, args, kwargs) if cls is Switch else None
         if func is torch.autograd.backward and cls is not MovedParameter:
             # Not by _plain, which would disable this for all that runs in the backward.
-            ends = [
-                _plain(get_gradient_edge, (), (p,), {}) if isinstance(p, Elsewhere) else p for p in kwargs["inputs"]
-            ]
+            edge = partial(_plain, get_gradient_edge, ())
+            ends = [edge((p,), {}) if isinstance(p, Elsewhere) else p for p in kwargs["inputs"]]
             return func(*args, **{**kwargs, "inputs": ends})
         if func in _WHOLE:
             # An object of its own: zero_grad(set_to_none=False) sets its requires_grad, not the table's.
@@ -259,14 +253,11 @@ class MovedParameter(Elsewhere):
         """Raise the error of a use that is no lookup."""
         name = self.lookups.name
         if self.gone is not None:
-            raise ValueError(
-                f"{name} was on servers that could not be read when its Executor was closed ({self.gone}), so its "
-                f"numbers are not here for {use!r}; make the model again, and load a checkpoint of it"
-            )
-        raise ValueError(
-            f"{name} is on the servers while its Executor is open, and {use!r} cannot reach its numbers there; "
-            f"{_CURES.get(use, _READS)}, or keep it on the workers: routes={{{name!r}: 'AllReduce'}}"
-        )
+            where = f"{name} was on servers that could not be read when its Executor was closed ({self.gone})"
+            cure = "make the model again, and load a checkpoint of it"
+            raise ValueError(f"{where}, so its numbers are not here for {use!r}; {cure}")
+        cure = f"{_CURES.get(use, _READS)}, or keep it on the workers: routes={{{name!r}: 'AllReduce'}}"
+        raise ValueError(f"{self.what}, and {use!r} cannot reach its numbers there; {cure}")
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"<{self.lookups.name}: {tuple(self.shape)}, {self.dtype}, on the servers>"
@@ -357,11 +348,11 @@ class Ways:
     def _find(self, module: nn.Module) -> bool:
         if module not in self.holders:
             self.holders[module] = False
-            entries = [entry for entry in module._parameters.items() if entry[1] is self._parameter]
-            entries_of = [(module._parameters, *entry) for entry in entries]
+            own = [entry for entry in module._parameters.items() if entry[1] is self._parameter]
             below = [entry for entry in module._modules.items() if entry[1] is not None and self._find(entry[1])]
-            self._entries += [*entries_of, *((module._modules, *entry) for entry in below)]
-            self.holders[module] = bool(entries or below)
+            self._entries += [(module._parameters, *entry) for entry in own]
+            self._entries += [(module._modules, *entry) for entry in below]
+            self.holders[module] = bool(own or below)
         return self.holders[module]
 
     def replaced(self) -> str | None:

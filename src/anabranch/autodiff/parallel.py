@@ -75,7 +75,13 @@ def map_with_parallel_backward(
     Source: ``map_with_parallel_backward`` of hivemind.
     """
     check_function(func)
-    _check(args_per_call, max_workers)
+    if max_workers is not None and max_workers < 1:
+        raise ValueError(f"max_workers is at least 1, got {max_workers}")
+    for index, args in enumerate(args_per_call):
+        if not isinstance(args, tuple | list):
+            raise TypeError(f"call {index} must be a tuple of its arguments, got {type(args).__name__}")
+    if len(set(counts := list(map(len, args_per_call)))) > 1:
+        raise ValueError(f"all calls must have the same number of arguments, got {counts}")
     recorded, name = torch.is_grad_enabled(), func.__name__
     returned = run_at_once(
         [partial(_forward, func, args) if recorded else partial(func.apply, *args) for args in args_per_call],
@@ -93,17 +99,6 @@ def map_with_parallel_backward(
         tuple(out if live is None else next(joined) for out, live in zip(outs, call.outputs, strict=True))
         for outs, call in zip(outputs, calls, strict=True)
     )
-
-
-def _check(args_per_call: Sequence[Sequence[object]], max_workers: int | None) -> None:
-    if max_workers is not None and max_workers < 1:
-        raise ValueError(f"max_workers is at least 1, got {max_workers}")
-    for index, args in enumerate(args_per_call):
-        if not isinstance(args, tuple | list):
-            raise TypeError(f"call {index} must be a tuple of its arguments, got {type(args).__name__}")
-    counts = [len(args) for args in args_per_call]
-    if len(set(counts)) > 1:
-        raise ValueError(f"all calls must have the same number of arguments, got {counts}")
 
 
 def _as_tuple(returned: object) -> tuple[Tensor, ...]:
@@ -131,10 +126,8 @@ class _Join(Function):
     def backward(ctx: Any, *flat: Tensor | None) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors  # an error if the graph has been freed
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"the gradients of {ctx.name} through map_with_parallel_backward cannot be differentiated again; call "
-                f"{ctx.name}.apply where you need second derivatives"
-            )
+            what = f"the gradients of {ctx.name} through map_with_parallel_backward cannot be differentiated again"
+            raise RuntimeError(f"{what}; call {ctx.name}.apply where you need second derivatives")
         calls, retain = ctx.calls, torch._C._autograd._get_current_graph_task_keep_graph()
         if not retain:
             ctx.calls = None

@@ -127,16 +127,16 @@ def planned(orders: Mapping[int, Sequence[Key]]) -> Mapping[Key, tuple[float, fl
     >>> planned(orders)[0, 0, "backward"]
     (4.0, 2.0)
     """
-    from anabranch.pipeline.schedule import PHASES, Action, Kind, SimulatedRun  # imports torch
+    from anabranch.pipeline.schedule import PHASES, Action, Kind, run_on_clock  # imports torch
 
     kinds = {phase: kind for kind, phase in PHASES.items()}
     costs = {Kind.F: 1.0, Kind.B: 2.0, Kind.W: 1.0, Kind.R: 1.0}
     stages = sorted(orders)
     rows = [[Action(kinds.get(phase, Kind.W), stage, i) for _, i, phase in orders[stage]] for stage in stages]
-    run = SimulatedRun(rows, lambda action: costs.get(action.kind, 0.0))
+    intervals, _ = run_on_clock(rows, lambda action: costs.get(action.kind, 0.0))
     return {
         key: (interval.start, interval.end - interval.start)
-        for stage, row in zip(stages, run.intervals, strict=True)
+        for stage, row in zip(stages, intervals, strict=True)
         for key, interval in zip(orders[stage], row, strict=False)  # shorter where a trace begins or ends within a step
     }
 

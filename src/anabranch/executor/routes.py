@@ -207,7 +207,7 @@ def plan_routes(
     }
     pipes = {prefix: model for prefix, model in models.items() if isinstance(model, Pipe)}
     tied = {parameter for pipe in pipes.values() for parameter in PipeRanks(pipe).tied()}
-    traced = {parameter for pipe in pipes.values() if PipeRanks(pipe).is_traced for parameter in pipe.parameters()}
+    traced = {parameter for pipe in pipes.values() if PipeRanks(pipe).opened() for parameter in pipe.parameters()}
     known = {*named, *(f"{prefix}{name}" for prefix, pipe in pipes.items() for name in pipe.elsewhere)}
     if unknown := [name for name in overrides or {} if name not in known]:
         raise ValueError(f"routes= names {unknown[0]!r}; the parameters are: {', '.join(named)}")

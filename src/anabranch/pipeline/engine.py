@@ -23,10 +23,9 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
-from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 from torch import Tensor
@@ -58,8 +57,7 @@ _FAREWELL_SECONDS = 0.5
 _pipes = itertools.count()
 
 
-@dataclass(slots=True)
-class Observed:
+class Observed(NamedTuple):
     """Measurements of the stages in the last call.
 
     Attributes:
@@ -67,8 +65,8 @@ class Observed:
         sent_bytes: of the largest microbatch, by (stage, target): activations forward, and gradients back.
     """
 
-    seconds: dict[tuple[int, str], float] = field(default_factory=dict)
-    sent_bytes: dict[tuple[int, int], int] = field(default_factory=dict)
+    seconds: dict[tuple[int, str], float]
+    sent_bytes: dict[tuple[int, int], int]
 
 
 class Aborted(Exception):
@@ -101,7 +99,7 @@ class StageEngine:
         self._taken_in: int | None = None
         self._threads: StageThreads | None = None
         self._number = 0
-        self.observed = Observed()
+        self.observed = Observed({}, {})
         self.bytes_sent = 0
 
     def __reduce__(self) -> tuple[type[StageEngine], tuple[tuple[int, ...], float]]:
@@ -122,10 +120,8 @@ class StageEngine:
             DeadlineExceeded: the turn, or that of another thread, took longer than the timeout.
         """
         if self._taken_in == threading.get_ident() or (self._threads is not None and self._threads.are_here()):
-            raise RuntimeError(
-                f"a layer, the loss or rows= of a pipe starts a {operation} of the same pipe, whose stages would wait "
-                "for themselves; compute the value before the call, and pass it in"
-            )
+            what = f"a layer, the loss or rows= of a pipe starts a {operation} of the same pipe"
+            raise RuntimeError(f"{what}, which would wait for itself; compute the value before, and pass it in")
         deadline = Deadline(self._timeout)
         while not self._in_turn.acquire(timeout=min(LONGEST_SLEEP, deadline.remaining())):
             deadline.check(peer="another thread that uses the pipe", operation=f"pipeline {operation}", step=step)
@@ -151,7 +147,7 @@ class StageEngine:
             raise deadline.error(peer="a worker still busy with a failed step", operation="pipeline", step=step)
         self._number += 1
         self._operation, self._step, self._deadline = operation, step, deadline
-        self.seen = Observed()
+        self.seen = Observed({}, {})
         self._has_ended = False
         self._failure: tuple[BaseException, Action | None] | None = None
         for inbox in self._inboxes.values():
@@ -159,7 +155,7 @@ class StageEngine:
 
     def _finish(self) -> None:
         """Wait until every other process has done its part."""
-        seen: list[Structure] = [[self.seen.seconds, self.seen.sent_bytes]]
+        seen: list[Structure] = [self.seen]
         if self._connection is not None:
             self._end(None)
             ended = self._inbox.bodies
@@ -170,15 +166,15 @@ class StageEngine:
             seen += map(decode, ended.values())
             self._connection.channel.flush(self._timeout)
         for seconds, sent_bytes in seen:
-            self.observed.seconds |= seconds
-            self.observed.sent_bytes |= sent_bytes
+            self.observed.seconds.update(seconds)
+            self.observed.sent_bytes.update(sent_bytes)
 
     def _end(self, fault: PacketFault | None) -> None:
         """Tell every other process that nothing more comes in this turn, and the reason; once."""
         if self._connection is None or self._has_ended:
             return
         self._has_ended = True
-        body = None if fault else encode([self.seen.seconds, self.seen.sent_bytes])
+        body = None if fault else encode(tuple(self.seen))
         for peer in self._peers:
             self._send(peer, Header(self._number, self._operation, "end", body=body, fault=fault))
         if fault is not None:
@@ -187,11 +183,11 @@ class StageEngine:
     def _describe(self, error: BaseException) -> PacketFault | None:
         if self._connection is None:
             return None
-        action = self._failure[1] if self._failure is not None and self._failure[0] is error else None
         where: tuple[int | None, int | None, str | None] = (None, None, None)
-        if action is not None:
+        place = ""
+        if self._failure is not None and self._failure[0] is error and (action := self._failure[1]) is not None:
             where = action.stage, action.microbatch, PHASES[action.kind]
-        place = "" if action is None else " in stage {}, microbatch {}, {}".format(*where)
+            place = " in stage {}, microbatch {}, {}".format(*where)
         shown = traceback.TracebackException.from_exception(error)  # its str() is one even where the error's own fails
         kind = class_name(type(error))
         message = _sendable(f"rank {self._connection.names[self.rank]} raised {kind}{place}: {shown}")
@@ -219,10 +215,8 @@ class StageEngine:
                     raise Aborted
                 if inbox.other_operation is not None:
                     peer, theirs = inbox.other_operation
-                    raise RuntimeError(
-                        f"rank {names[self.rank]} runs the pipe's {self._operation} while rank {names[peer]} runs its "
-                        f"{theirs}; every rank makes the same calls in the same order"
-                    )
+                    what = f"rank {names[self.rank]} runs the pipe's {self._operation}, rank {names[peer]} its {theirs}"
+                    raise RuntimeError(f"{what}; every rank makes the same calls in the same order")
             return False
 
         self._connection.wait(done, f"pipeline {self._operation} {what}", self._deadline, ranks, self._step)

@@ -10,16 +10,13 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING
 
 import torch
+from optree import PyTreeSpec
 from torch import Tensor
 
 from anabranch.pipeline.stage.packet import Packet, memory_of
 from anabranch.tensors import Structure, flatten, paths, unflatten
-
-if TYPE_CHECKING:
-    from optree import PyTreeSpec
 
 
 class NoChunk:
@@ -61,12 +58,9 @@ def open_whole(batch: Structure) -> tuple[Structure, list[bool]]:
         while isinstance(inside, NoChunk):
             inside, _ = open_whole(inside.value)
         opened.append(inside)
-        whole += [not _is_cut(leaf)] if inside is leaf else [True] * len(flatten(inside)[0])
+        is_cut = isinstance(leaf, Tensor) and leaf.ndim > 0
+        whole += [not is_cut] if inside is leaf else [True] * len(flatten(inside)[0])
     return unflatten(treedef, opened), whole
-
-
-def _is_cut(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and leaf.ndim > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +94,7 @@ class Part:
         """Raise ``ValueError`` for tensors whose number of rows differs from the batch's."""
         own = self.rows()
         if own not in (None, rows):
-            raise ValueError(
-                f"{self.what} has {own} rows, but the batch has {rows}; both are split into the same microbatches"
-            )
+            raise ValueError(f"{self.what} has {own} rows, but the batch has {rows}; both are split alike")
 
     def shapes(self) -> str:
         """Return the paths and shapes of its tensors."""
@@ -176,8 +168,7 @@ class Batch:
             ValueError: they disagree, or there are none.
         """
         for part in self.inputs.values():
-            rows = part.rows()
-            if rows is not None:
+            if (rows := part.rows()) is not None:
                 return rows
         shapes = ", ".join(filter(None, [part.shapes() for part in self.inputs.values()]))
         raise ValueError(
@@ -237,10 +228,8 @@ def gather(parts: Sequence[Structure], sizes: Sequence[int], *, lists: bool = Fa
     treedef = flat[0][1]
     for i, (_, other) in enumerate(flat):
         if other != treedef:
-            raise ValueError(
-                "the model's output has a different structure in some microbatches, so they cannot be joined: "
-                f"{treedef} in the first, {other} in microbatch {i}"
-            )
+            both = f"{treedef} in the first, {other} in microbatch {i}"
+            raise ValueError(f"the model's output has a different structure in some microbatches: {both}")
     if not lists:
         _refuse_lists_of_rows(parts[0], sizes)
     columns = zip(paths(parts[0]), zip(*(leaves for leaves, _ in flat), strict=True), strict=True)
@@ -250,10 +239,8 @@ def gather(parts: Sequence[Structure], sizes: Sequence[int], *, lists: bool = Fa
 def _refuse_lists_of_rows(value: object, sizes: Sequence[int]) -> None:
     """Raise for a list with an entry per row, such as a detector's boxes: entries of microbatches would be joined."""
     if type(value) is list and len(value) > 1 and all(len(value) == size for size in sizes):
-        raise ValueError(
-            f"the model's output has a list of {len(value)} values in microbatches of {list(sizes)} rows, and values "
-            "of single rows cannot be joined; stack them into a tensor, use chunks=1, or return a tuple of other values"
-        )
+        what = f"the model's output has a list of {len(value)} values in microbatches of {list(sizes)} rows"
+        raise ValueError(f"{what}, which cannot be joined; stack them, use chunks=1, or return a tuple of other values")
     for part in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
         _refuse_lists_of_rows(part, sizes)
 
@@ -263,17 +250,12 @@ def _join(path: str, leaves: Sequence[object], sizes: Sequence[int]) -> object:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if len(tensors) < len(leaves):
         return _agreed(where, leaves, sizes)
+    cure = "return a row, or the same number of rows, per row of the batch, and reduce in the loss"
     if any(tensor.ndim == 0 for tensor in tensors):
-        raise ValueError(
-            f"{where} is a tensor without dimensions, which has no rows to join microbatches along; return a row per "
-            "row of the batch, and reduce in the loss"
-        )
+        raise ValueError(f"{where} is a tensor without dimensions, with no rows to join microbatches along; {cure}")
     rows = [tensor.shape[0] for tensor in tensors]
     if any(n * sizes[0] != rows[0] * size or n % size for n, size in zip(rows, sizes, strict=True)):
-        raise ValueError(
-            f"{where} has {rows} rows (dim 0) in microbatches of {list(sizes)} rows of the batch, so they cannot be "
-            "joined; return a row, or the same number of rows, per row of the batch, and reduce in the loss"
-        )
+        raise ValueError(f"{where} has {rows} rows (dim 0) in microbatches of {list(sizes)} rows of the batch; {cure}")
     return torch.cat(tensors)
 
 
@@ -283,13 +265,10 @@ def _agreed(where: str, leaves: Sequence[object], sizes: Sequence[int]) -> objec
     constant = first is None or isinstance(first, bool | str | Enum)
     if not constant and isinstance(first, int | float | complex):
         constant = any(first != size for size in sizes)
-    differing = [other for other in others if not constant or type(other) is not type(first) or other != first]
-    if differing:
-        raise ValueError(
-            f"{where} is {_brief(first)} in one microbatch and {_brief(differing[0])} in another, of {list(sizes)} "
-            "rows, so what it is in the whole batch is unknown; return a tensor with a row per row of the batch, or "
-            "use chunks=1"
-        )
+    for other in others:
+        if not constant or type(other) is not type(first) or other != first:
+            what = f"{where} is {_brief(first)} in one microbatch and {_brief(other)} in another, of {list(sizes)} rows"
+            raise ValueError(f"{what}; return a tensor with a row per row of the batch, or use chunks=1")
     return first
 
 

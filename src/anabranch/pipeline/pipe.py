@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal, SupportsIndex, TypeAlias, cast, get_args
 
 import torch
@@ -29,7 +29,6 @@ from anabranch.pipeline.links.connection import Facts, RankConnection
 from anabranch.pipeline.microbatch import Batch, microbatch_sizes, scatter
 from anabranch.pipeline.parts.model_part import PartedModel
 from anabranch.pipeline.parts.part_program import SplitCall
-from anabranch.pipeline.parts.split import SplitModel
 from anabranch.pipeline.parts.tracing import opened_by
 from anabranch.pipeline.pipe_call import (
     Args,
@@ -46,20 +45,12 @@ from anabranch.pipeline.pipe_call import (
     with_keywords,
 )
 from anabranch.pipeline.schedule import PipeSchedules, Schedule
+from anabranch.pipeline.stage import stage_placement
 from anabranch.pipeline.stage.deferred_batch_norm import defer_batch_norms
+from anabranch.pipeline.stage.packet import cloned
 from anabranch.pipeline.stage.partition import Layer, flatten_layers, keywords_of, outline, refuse_changes, split_layers
 from anabranch.pipeline.stage.skips import verify_skippables
-from anabranch.pipeline.stage.stage import LooseLeaves, StagePlan, StageRun
-from anabranch.pipeline.stage.stage_placement import (
-    count_places,
-    describe,
-    describe_split,
-    find_balance,
-    find_ties,
-    leave_to_others,
-    part_of,
-    place_stages,
-)
+from anabranch.pipeline.stage.stage import StagePlan, StageRun
 from anabranch.tensors import Structure
 from anabranch.tensors.dtypes import dtype_name, dtype_named
 
@@ -84,7 +75,7 @@ _SETTINGS = frozenset({"calls", "checkpoint", "chunks", "elsewhere", "output", "
 """Attributes of a pipe, whatever the names in its module."""
 
 
-@dataclass(slots=True)
+@dataclass
 class StepResult:
     """Results of a scheduled step; ``None`` on ranks without the last stage.
 
@@ -95,16 +86,12 @@ class StepResult:
 
     loss: Tensor | None
     _outputs: list[Structure]
-    _join: Callable[[list[Structure]], Structure] | None
+    _join: Callable[[list[Structure]], Structure]
 
-    @property
+    @cached_property
     def output(self) -> Structure:
-        if not self._outputs:
-            return None
-        if self._join is not None:
-            self._outputs = [self._join(self._outputs)]
-            self._join = None
-        return self._outputs[0]
+        outputs, self._outputs = self._outputs, []
+        return self._join(outputs) if outputs else None
 
 
 class Pipe(nn.Module):
@@ -134,7 +121,6 @@ class Pipe(nn.Module):
             Every rank makes the same calls; ``x`` is read on the first stage's rank, targets on the last one's. In
             ``module`` the parameters of other ranks are placeholders from then on. Left out: this process alone.
         heartbeat: seconds between two checks of ranks that are waited for.
-        shared_memory: use shared memory for tensors if all ranks are on one host; else they go over gloo.
         deferred_batch_norm: make the running statistics of BatchNorm those of the whole batch; not of a subclass with
             a forward of its own (``SyncBatchNorm`` too), which is refused.
         output: across ranks the rank on which ``pipe(x)`` returns the output: ``"last"`` (the last stage's) or
@@ -176,15 +162,13 @@ class Pipe(nn.Module):
         seed: int | None = None,
         timeout: float = 1800.0,
         heartbeat: float = 1.0,
-        shared_memory: bool = True,
     ) -> None:
         super().__init__()
         check_seconds(timeout=timeout, heartbeat=heartbeat)
         if process_group is None and _count_workers() > 1:
             raise ValueError(
-                f"process_group=None in a job of {_count_workers()} workers, each of which would train alone: "
-                "dist.group.WORLD is None before torch.distributed.init_process_group, so call that first, or leave "
-                "process_group out for a pipe in this process"
+                f"process_group=None in a job of {_count_workers()} workers, each of which would train alone: call "
+                "torch.distributed.init_process_group before, or leave process_group out for a pipe in this process"
             )
         self._left_out = process_group is _LEFT_OUT
         process_group = None if self._left_out else process_group
@@ -194,18 +178,20 @@ class Pipe(nn.Module):
         if deferred_batch_norm:
             defer_batch_norms(module)
             layers = flatten_layers(module)
-        places = count_places(devices, process_group)
+        places = stage_placement.count_places(devices, process_group)
         if isinstance(balance, str):
-            balance = find_balance(balance, module, sample, schedule, places, process_group)
+            balance = stage_placement.find_balance(balance, module, sample, schedule, places, process_group)
         split = split_layers(module, layers, balance)
         self._schedules = PipeSchedules(schedule, len(split), places, exactly=process_group is not None)
         rank_of = self._schedules.rank_of
         rank = None if process_group is None else dist.get_rank(process_group)
         self._here = [j for j in range(len(split)) if rank in (None, rank_of[j])]
-        self._stages = place_stages(split, rank_of, devices, self._here)
-        self._source = module.split_source if isinstance(module, SplitModel) else None
+        self._stages = stage_placement.place_stages(split, rank_of, devices, self._here)
+        self._source = module.split_source if isinstance(module, PartedModel) else None
         self.process_group = process_group
-        self._adopt(module if process_group is None else part_of(module, [split[j] for j in self._here]))
+        self._adopt(
+            module if process_group is None else stage_placement.part_of(module, [split[j] for j in self._here])
+        )
         roots: list[nn.Module] = [module, module.unsplit if isinstance(module, PartedModel) else module, self.module]
         self._roots = list(dict.fromkeys(roots))
         self._inside = {child for layer in layers for child in layer.module.modules()}.intersection(module.modules())
@@ -223,12 +209,12 @@ class Pipe(nn.Module):
         self._ties: list[Tie] = []
         connection = None
         if process_group is not None:
-            likeness = describe_split(split, self._schedules, self._here)
-            connection = RankConnection(process_group, heartbeat, shared_memory, likeness)
+            likeness = stage_placement.describe_split(split, self._schedules, self._here)
+            connection = RankConnection(process_group, heartbeat, likeness)
         self._engine = StageEngine(rank_of, timeout, connection)
         if process_group is not None:
-            self._ties = find_ties(split, rank_of, process_group)
-            leave_to_others(split, rank_of, self._others, process_group)
+            self._ties = stage_placement.find_ties(split, rank_of, process_group)
+            stage_placement.leave_to_others(split, rank_of, self._others, process_group)
 
     def __setattr__(self, name: str, value: object) -> None:
         # Bypasses nn.Module's, which would confuse these with a child or tensor of the module with such a name.
@@ -430,35 +416,29 @@ class Pipe(nn.Module):
         if split is not None and 0 not in self._here:
             split.learn(facts.kinds, facts.sizes, dist.get_rank())
         if rows not in (None, sum(facts.sizes)):
-            raise ValueError(
-                f"the first stage's batch has {sum(facts.sizes)} rows, this rank's {rows}; the ranks of a pipeline "
-                "take the same batch"
-            )
+            theirs = f"the first stage's batch has {sum(facts.sizes)} rows"
+            raise ValueError(f"{theirs}, this rank's {rows}; the ranks of a pipeline take the same batch")
         named = inputs or facts.keywords
         taken = self._keywords_taken(facts, batch, len(args) if 0 in self._here else 0) if named else {}
         schedule, recompute = self._planned(len(facts.sizes), self.checkpoint if records else "never")
-        splits = self._schedules.splits_backward
         outside = batch.memory() if recompute else ()
-        loose = LooseLeaves()
-        plan = StagePlan(modes, facts.seed, facts.step, facts.sizes, recompute, splits, loose, records, outside, split)
+        splits = self._schedules.splits_backward
+        plan = StagePlan(modes, facts.seed, facts.step, facts.sizes, recompute, splits, records, outside, split)
         if records != facts.records:
             raise ValueError("some ranks call the pipe with gradients and some without; call it in one mode on all")
         if self.output != facts.output:
             raise ValueError(f"pipe.output is {facts.output!r} on the first stage's rank and {self.output!r} here")
         runs = {}
         for j in self._here:
-            stage, at_end = self._stages[j], None
-            if taken:
-                stage = with_keywords(stage, taken)
-            if head is not None and j == last:
-                at_end = head(batch.target, facts.sizes, stage.device, self.module)
-            runs[j] = StageRun(stage, plan, at_end)
+            stage = with_keywords(self._stages[j], taken) if taken else self._stages[j]
+            end = head if j == last else None
+            loss = None if end is None else end(batch.target, facts.sizes, stage.device, self.module)
+            runs[j] = StageRun(stage, plan, loss)
         if self._others and records:
             here = set(self.parameters())
-            untied = (p for _, p, _ in self._ties if p.requires_grad and p not in here)
-            changed = here.intersection(self._others).union(untied)
-            if changed:
-                raise ValueError(f"{self._names[changed.pop()]} was tied or untied after Pipe(...); make a new Pipe")
+            untied = [p for _, p, _ in self._ties if p.requires_grad and p not in here]
+            for changed in [*here.intersection(self._others), *untied]:
+                raise ValueError(f"{self._names[changed]} was tied or untied after Pipe(...); make a new Pipe")
         to_all = self.output == "all" and head is None and self.process_group is not None
         output_rank = self.output_rank if to_all else None
         return PipeCall(self._engine, runs, schedule.actions, batch, plan, self._ties, self._anchor, output_rank)
@@ -480,17 +460,14 @@ class Pipe(nn.Module):
         taken = {layer.name: keywords_of(layer, names, 1 if i else args) for i, layer in enumerate(layers)}
         for name, part in inputs.items():
             if not any(name in names for names in taken.values()):
-                raise TypeError(
-                    f"no layer's forward has a parameter named {name!r}; the first layer, "
-                    f"{type(layers[0].module).__name__}, got {args} inputs by position"
-                )
+                first = f"the first layer, {type(layers[0].module).__name__}, got {args} inputs by position"
+                raise TypeError(f"no layer's forward has a parameter named {name!r}; {first}")
             part.check_rows(sum(facts.sizes))
-            tensors = [leaf for leaf in part.leaves if isinstance(leaf, Tensor)]
-            across = len(self._here) < len(self._stages)
-            if facts.records and across and any(tensor.requires_grad for tensor in tensors):
+            trained = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in part.leaves)
+            if facts.records and trained and len(self._here) < len(self._stages):
                 raise ValueError(
-                    f"{part.what} requires gradients, which do not cross between ranks to a keyword: "
-                    "pass it positionally to the first layer, and stash it there for later ones, or detach it"
+                    f"{part.what} requires gradients, which do not cross between ranks to a keyword: pass it "
+                    "positionally to the first layer, and stash it there for later ones, or detach it"
                 )
             if name not in facts.keywords:
                 raise ValueError(f"{part.what} is missing on the first stage's rank: pass it there too")
@@ -525,8 +502,7 @@ class Pipe(nn.Module):
         if elsewhere is not None:
             total = (total.double().square() + elsewhere).sqrt()
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for parameter in _with_gradients(self):
-            value = _values_of_gradient(parameter)
+        for value in _gradients(self).values():
             value.mul_(scale.to(value.device))
         return total
 
@@ -554,26 +530,22 @@ class Pipe(nn.Module):
             raise ValueError(f"the optimizer's state of {missing} is missing; merge the states of all ranks that saved")
         for name, parameter in mine.items():
             if name in state_dict:
-                state = state_dict[name].items()
-                optimizer.state[parameter] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state}
+                optimizer.state[parameter] = cloned(dict(state_dict[name]))
 
     def describe(self) -> str:
         """Return a table of the stages: layers, parameters, and of the last call the times, boundary bytes and
         skips.
         """
-        title = (
-            f"{self._schedules.name}, at most {self.chunks} microbatches, checkpoint {self.checkpoint}; "
-            "times and bytes of the last call, bytes a microbatch"
-        )
-        return describe(self._stages, self._schedules.rank_of, self._engine.observed, title)
+        what = f"{self._schedules.name}, at most {self.chunks} microbatches, checkpoint {self.checkpoint}"
+        title = f"{what}; times and bytes of the last call, bytes a microbatch"
+        return stage_placement.describe(self._stages, self._schedules.rank_of, self._engine.observed, title)
 
     def load_state_dict(
         self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False
     ) -> _IncompatibleKeys:
         """Load this rank's part of ``state_dict``; names on other ranks are left out."""
         mine = {name: value for name, value in state_dict.items() if name not in self.elsewhere}
-        keys: _IncompatibleKeys = super().load_state_dict(mine, strict, assign)
-        return keys
+        return super().load_state_dict(mine, strict, assign)  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """End the worker threads. In one process the pipe stays usable: the next call starts new ones."""
@@ -628,11 +600,11 @@ class PipeRanks:
         pipe = self._pipe
         with pipe._engine.turn("clip_grad_norm", pipe.calls) as turn:
             elsewhere = {id(parameter) for _, parameter, ranks in pipe._ties if ranks[0] != turn.rank}
-            values = [_values_of_gradient(p) for p in _with_gradients(pipe) if id(p) not in elsewhere]
+            values = [value for p, value in _gradients(pipe).items() if id(p) not in elsewhere]
             norms = [torch.linalg.vector_norm(value, norm_type).cpu() for value in values]
             shares = turn.share("norms", torch.stack(norms) if norms else torch.zeros(0, device="cpu"))
         # The norm of all parameters' norms, in their order: bit for bit the norm of the unsplit module.
-        parts = [cast(Tensor, share) for share in shares if cast(Tensor, share).numel()]
+        parts = [cast(Tensor, share) for share in shares if share.numel()]
         return torch.linalg.vector_norm(torch.cat(parts), norm_type) if parts else torch.zeros((), device="cpu")
 
     def first_names(self) -> Mapping[Tensor, str]:
@@ -662,14 +634,12 @@ class PipeRanks:
         return [module for root in (self._pipe, *self._pipe._roots) for module in root.modules()]
 
     def opened(self) -> dict[str, nn.Module]:
-        """Return the modules around the cuts of a split model, by name: its code reads their modes."""
+        """Return the modules around the cuts of a split model, by name: its code reads their modes.
+
+        There are none of other models. What such a part runs was traced: parameters must be tensors with values here.
+        """
         source = self._pipe._source
         return {} if source is None else {path: source.model.get_submodule(path) for path in opened_by(source.at)}
-
-    @property
-    def is_traced(self) -> bool:
-        """True if its stages run code that was traced from a model: parameters must be tensors with values here."""
-        return self._pipe._source is not None
 
     def tied(self) -> frozenset[Tensor]:
         """Return this process's parameters that stages on other ranks use too."""
@@ -682,15 +652,12 @@ class PipeRanks:
                 parameter.grad = turn.share(index, parameter.grad, ranks)[0]
 
 
-def _with_gradients(pipe: Pipe) -> list[Tensor]:
-    return [parameter for parameter in parameters_here(pipe).values() if parameter.grad is not None]
-
-
-def _values_of_gradient(parameter: Tensor) -> Tensor:
-    """Return the numbers in ``.grad``, to read and to scale in place; a sparse one's rows, duplicates merged."""
-    grad = parameter.grad
-    assert grad is not None
-    if not grad.is_sparse:
-        return grad
-    parameter.grad = grad.coalesce()
-    return parameter.grad._values()
+def _gradients(pipe: Pipe) -> dict[Tensor, Tensor]:
+    """Return the numbers in each ``.grad``, to read and to scale in place; a sparse one's rows, duplicates merged."""
+    grads: dict[Tensor, Tensor] = {}
+    for parameter in parameters_here(pipe).values():
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()
+        if parameter.grad is not None:
+            grads[parameter] = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
+    return grads

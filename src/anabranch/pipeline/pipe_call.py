@@ -78,7 +78,7 @@ def make_head(
         if any(not 0 <= weight < math.inf for weight in weights):
             raise ValueError(f"rows= gave {weights}: the weight of a microbatch is a finite number of at least 0")
         total = sum(weights)
-        weights = [weight / total if total else 1.0 for weight in weights]
+        weights = [weight / total for weight in weights] if total else [1.0] * len(sizes)
     own: list[nn.Module] = []
     if isinstance(loss, nn.Module):
         layers = set(model.modules())
@@ -94,11 +94,11 @@ Tie: TypeAlias = tuple[int, Tensor, Sequence[int]]
 def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
     total: Tensor | None = None
     for part in parts:
-        if part is not None and total is not None:
+        if total is None:
+            total = part
+        elif part is not None:
             part = part.to(total.device)
             total = part + total if total.is_sparse else total + part  # to a dense one a sparse one can be added
-        elif part is not None:
-            total = part
     return total
 
 
@@ -129,6 +129,7 @@ class PipeCall:
     switches: list[Tensor] = field(default_factory=list)
     _parameters: dict[int, Tensor] = field(init=False)
     _pieces: list[Tensor] = field(default_factory=list)
+    _ends: list[Tensor] = field(init=False)
     _open: bool = True
 
     def __post_init__(self) -> None:
@@ -137,12 +138,12 @@ class PipeCall:
             for part in self.batch.inputs.values():
                 self._pieces += chain.from_iterable(part.differentiable(self.plan.sizes))
             self.switches += [boundary_entry(p) for run in self.runs.values() for p in run.switches if p.requires_grad]
+        self._ends = self.switches if self.anchor is None else [*self.switches, self.anchor]
 
     @property
     def leaves(self) -> list[Tensor]:
         """The call's differentiable inputs: those that require grad, cut, the parameters, switches, and the anchor."""
-        ends = self.switches if self.anchor is None else [*self.switches, self.anchor]
-        return [*self._pieces, *self._parameters.values(), *ends]
+        return [*self._pieces, *self._parameters.values(), *self._ends]
 
     @property
     def differentiable(self) -> bool:
@@ -182,9 +183,7 @@ class PipeCall:
     def backward(self, grads: Sequence[Tensor | None], *, keep: bool) -> list[Tensor | None]:
         """Run the B and W half from the gradients of the outputs' leaves. Returns those of ``leaves``."""
         if not self._open:
-            raise RuntimeError(
-                "second backward through the pipeline: its activations are freed; use retain_graph=True the first time"
-            )
+            raise RuntimeError("second backward through the pipeline; use retain_graph=True the first time")
         self._open = keep
         nodes = [node for node, _ in torch._C._current_autograd_node().next_functions]
         ends = [node for node in nodes if any(getattr(node, "variable", None) is end for end in self.switches)]
@@ -240,8 +239,7 @@ class PipeCall:
         # A tied parameter is on one of its stages' devices.
         pairs = [(parameter, grads.get(key)) for key, parameter in self._parameters.items()]
         on_device = [None if grad is None else grad.to(parameter.device) for parameter, grad in pairs]
-        ends = [None] * (len(self.switches) + (self.anchor is not None))
-        return [*self._of_inputs(outcome.input_gradients), *on_device, *ends]
+        return [*self._of_inputs(outcome.input_gradients), *on_device, *[None] * len(self._ends)]
 
     def _of_inputs(self, answers: Mapping[tuple[int, int], Message]) -> list[Tensor | None]:
         """Return the gradients of the inputs that require them, from those that stages returned by microbatch."""
@@ -263,10 +261,10 @@ def refuse_hidden_gradients(output: Structure) -> None:
     for path, leaf in zip(paths(output), flatten(output)[0], strict=True):
         inside = getattr(leaf, "__dict__", {}).values()
         if not isinstance(leaf, Tensor) and any(isinstance(part, Tensor) and part.requires_grad for part in inside):
-            where, kind = f"the model's output {path}".rstrip(), type(leaf).__name__
+            where = f"the model's output {path}".rstrip() + f" is a {type(leaf).__name__}"
             raise TypeError(
-                f"{where} is a {kind}, whose tensors a pipe does not see, so their gradients would be lost; return "
-                "tensors in mappings, lists, tuples or dataclasses, or compute the loss in step()"
+                f"{where}, whose tensors a pipe does not see, so their gradients would be lost; return tensors in "
+                "mappings, lists, tuples or dataclasses, or compute the loss in step()"
             )
 
 
@@ -293,10 +291,8 @@ class _Portal(torch.autograd.Function):
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             # Not once_differentiable: that would let results of gradients that need none pass as constants.
-            raise RuntimeError(
-                "a pipeline does not compute gradients of gradients: call backward without create_graph=True, or run "
-                "the unsplit module where you need them"
-            )
+            why = "a pipeline does not compute gradients of gradients"
+            raise RuntimeError(f"{why}: leave create_graph=True out, or run the unsplit module where you need them")
         by_leaf: list[Tensor | None] = [None] * ctx.count  # type: ignore[attr-defined]
         for index, grad in zip(ctx.places, grads, strict=True):  # type: ignore[attr-defined]
             by_leaf[index] = grad

@@ -89,48 +89,40 @@ _FROM = {Kind.F: -1, Kind.B: 1}
 """The neighbour, by the distance of its number, whose result an action starts from."""
 
 
-class SimulatedRun:
-    """One run of every rank's ``actions``: each runs its own in order, each when its neighbour's result has arrived.
+def run_on_clock(
+    actions: Sequence[Sequence[Action]], cost: Callable[[Action], float]
+) -> tuple[list[list[Interval]], list[str]]:
+    """Run every rank's ``actions``: each runs its own in order, each when its neighbour's result has arrived.
 
     A pipeline follows the same two rules: lists that end here end there. A skip arrives before the output of the stage
     between, which has waited for the same one.
 
-    >>> clock = SimulatedRun([[Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)]], lambda action: 1.0)
-    >>> clock.times, clock.stuck
-    ([2.0], [])
+    >>> run_on_clock([[Action(Kind.F, 0, 0)]], lambda action: 1.0)
+    ([[Interval(action=Action(kind=<Kind.F: 'F'>, stage=0, microbatch=0), start=0.0, end=1.0)]], [])
 
-    Args:
-        actions: of each rank.
-        cost: the time of an action.
-
-    Attributes:
-        times: the time at which each rank was done.
-        intervals: the computing actions of each rank, in order.
-        stuck: ranks that wait for one another for ever, each with the action that it waits in.
+    Returns:
+        The actions of each rank with their times, and the ranks that wait for one another for ever, each with the
+        action that it waits in.
     """
-
-    def __init__(self, actions: Sequence[Sequence[Action]], cost: Callable[[Action], float]) -> None:
-        self.times = [0.0] * len(actions)
-        self.intervals: list[list[Interval]] = [[] for _ in actions]
-        known, arrivals = set(chain.from_iterable(actions)), dict[Action, float]()
-        todo = list(map(deque, actions))
-        moves = True
-        while moves:
-            moves = False
-            for rank, waiting in enumerate(todo):
-                while waiting:
-                    kind, stage, i = action = waiting[0]
-                    start, source = self.times[rank], Action(kind, stage + _FROM.get(kind, 0), i)
-                    if kind in _FROM and source in known:
-                        if source not in arrivals:
-                            break
-                        start = max(start, arrivals[source])
-                    self.times[rank] = end = start + cost(action)
-                    self.intervals[rank].append(Interval(action, start, end))
-                    arrivals[action] = end
-                    waiting.popleft()
-                    moves = True
-        self.stuck = [f"rank {rank} at {waiting[0]}" for rank, waiting in enumerate(todo) if waiting]
+    intervals: list[list[Interval]] = [[] for _ in actions]
+    known, arrivals = set(chain.from_iterable(actions)), dict[Action, float]()
+    todo = list(map(deque, actions))
+    moves = True
+    while moves:
+        moves = False
+        for row, waiting in zip(intervals, todo, strict=True):
+            while waiting:
+                kind, stage, i = action = waiting[0]
+                start, source = row[-1].end if row else 0.0, Action(kind, stage + _FROM.get(kind, 0), i)
+                if kind in _FROM and source in known:
+                    if source not in arrivals:
+                        break
+                    start = max(start, arrivals[source])
+                arrivals[action] = start + cost(action)
+                row.append(Interval(action, start, arrivals[action]))
+                waiting.popleft()
+                moves = True
+    return intervals, [f"rank {rank} at {waiting[0]}" for rank, waiting in enumerate(todo) if waiting]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,16 +152,11 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
 
     def __post_init__(self) -> None:
-        faults = list(_faults(self))
-        if faults:
-            raise ValueError(
-                f"{self.name} is not a schedule of {self.stages} stages x {self.microbatches}: {faults[0]}"
-            )
-        stuck = SimulatedRun(self.actions, lambda action: 0.0).stuck
+        if (fault := next(_faults(self), None)) is not None:
+            raise ValueError(f"{self.name} is not a schedule of {self.stages} stages x {self.microbatches}: {fault}")
+        _, stuck = run_on_clock(self.actions, lambda action: 0.0)
         if stuck:
-            raise ValueError(
-                f"{self.name} never ends because its ranks wait for each other: {stuck}; change their order"
-            )
+            raise ValueError(f"{self.name} never ends because its ranks wait for each other: {stuck}; reorder them")
 
     @property
     def ranks(self) -> int:
@@ -276,15 +263,11 @@ def simulate(schedule: Schedule, costs: Mapping[Kind, float] | Callable[[Action]
         default = {**dict.fromkeys(PHASES, 1.0), Kind.B: 1.0 if schedule.splits_backward else 2.0}
         table = default if costs is None else costs
         costs = lambda action: table.get(action.kind, 0.0)  # noqa: E731
-    clock = SimulatedRun(schedule.actions, costs)
-    makespan = max(clock.times)
-    busy = sum(interval.end - interval.start for row in clock.intervals for interval in row)
-    return Simulation(
-        tuple(map(tuple, clock.intervals)),
-        makespan,
-        1.0 - busy / (makespan * len(clock.times)) if makespan else 0.0,
-        tuple(map(_peak, schedule.actions)),
-    )
+    intervals, _ = run_on_clock(schedule.actions, costs)
+    makespan = max(interval.end for interval in chain.from_iterable(intervals))
+    busy = sum(interval.end - interval.start for interval in chain.from_iterable(intervals))
+    bubble = 1.0 - busy / (makespan * schedule.ranks) if makespan else 0.0
+    return Simulation(tuple(map(tuple, intervals)), makespan, bubble, tuple(map(_peak, schedule.actions)))
 
 
 def _peak(actions: Sequence[Action]) -> int:
@@ -325,14 +308,13 @@ def make_schedule(name: str, stages: int, microbatches: int, *, ranks: int | Non
     interleaved one); ZB1P and ZBV (Qi et al., "Zero Bubble Pipeline Parallelism", 2023).
     """
     name = choice("schedule", name, SCHEDULES)
-    make = SCHEDULES[name]
     for what, number in (("stages", stages), ("microbatches", microbatches)):
         if not isinstance(number, int) or number < 1:
             raise ValueError(f"{name} needs a whole number of {what}, at least 1, got {number!r}")
     if ranks is None:
         ranks = default_ranks(name, stages)
     _check_ranks(name, stages, ranks)
-    rank_of, actions = make(stages, microbatches, ranks)
+    rank_of, actions = SCHEDULES[name](stages, microbatches, ranks)
     return Schedule(name, stages, microbatches, tuple(rank_of), tuple(map(tuple, actions)))
 
 
@@ -342,22 +324,16 @@ def default_ranks(name: str, stages: int) -> int:
 
 
 def _check_ranks(name: str, stages: int, ranks: int) -> None:
-    if name == "ZBV":
-        if ranks < 1 or stages != 2 * ranks:
-            raise ValueError(
-                f"ZBV places two stages on every rank, so {stages} stages do not fit on {ranks} ranks; "
-                f"make {2 * max(ranks, 1)} stages, or use {stages // 2 or 1} ranks"
-            )
-    elif name == "Interleaved1F1B":
-        if ranks < 1 or stages % ranks:
-            fitting = [count for count in range(1, stages + 1) if stages % count == 0]
-            raise ValueError(f"{name} places equally many stages on every rank, but {stages} is not a multiple of "
-                             f"{ranks} ranks; use one of {fitting} ranks")  # fmt: skip
-    elif ranks != stages:
-        raise ValueError(
-            f"{name} places one stage on every rank, got {stages} stages for {ranks} ranks; make {ranks} stages, "
-            "or use Interleaved1F1B or ZBV"
-        )
+    why = None
+    if name == "ZBV" and (ranks < 1 or stages != 2 * ranks):
+        why = f"two stages on every rank: make {2 * max(ranks, 1)} stages, or use {stages // 2 or 1} ranks"
+    elif name == "Interleaved1F1B" and (ranks < 1 or stages % ranks):
+        fitting = [count for count in range(1, stages + 1) if stages % count == 0]
+        why = f"equally many stages on every rank: use one of {fitting} ranks"
+    elif name not in ("ZBV", "Interleaved1F1B") and ranks != stages:
+        why = f"one stage on every rank: make {ranks} stages, or use Interleaved1F1B or ZBV"
+    if why is not None:
+        raise ValueError(f"{stages} stages do not fit on {ranks} ranks: {name} places {why}")
 
 
 _RanksAndActions = tuple[list[int], list[list[Action]]]
@@ -366,10 +342,8 @@ _RanksAndActions = tuple[list[int], list[list[Action]]]
 def _gpipe(n: int, m: int, p: int) -> _RanksAndActions:
     # Backward runs from the last microbatch to the first: its activations are the newest, and those of the last need
     # no second forward under checkpoint="except_last".
-    forward, backward = range(m), range(m - 1, -1, -1)
-    return list(range(n)), [
-        [*(Action(Kind.F, j, i) for i in forward), *(Action(Kind.B, j, i) for i in backward)] for j in range(n)
-    ]
+    kinds = (Kind.F, range(m)), (Kind.B, range(m - 1, -1, -1))
+    return list(range(n)), [[Action(kind, j, i) for kind, order in kinds for i in order] for j in range(n)]
 
 
 def _interleaved(n: int, m: int, p: int) -> _RanksAndActions:
@@ -440,9 +414,7 @@ class PipeSchedules:
 
     def __init__(self, schedule: str | Schedule, stages: int, ranks: int | None, *, exactly: bool) -> None:
         if not isinstance(schedule, str | Schedule):
-            raise TypeError(
-                f"schedule is a name or a Schedule from make_schedule, got {schedule!r}; names are {[*SCHEDULES]}"
-            )
+            raise TypeError(f"schedule is one of {[*SCHEDULES]} or a Schedule from make_schedule, got {schedule!r}")
         self.schedule = own = schedule if isinstance(schedule, Schedule) else None
         self.name = name = choice("schedule", schedule, SCHEDULES) if isinstance(schedule, str) else schedule.name
         if own is not None and own.stages != stages:
@@ -450,8 +422,8 @@ class PipeSchedules:
         for action in chain.from_iterable(own.actions) if own is not None else ():
             if action.kind is Kind.R:
                 raise ValueError(
-                    f"the schedule {name!r} has {action}, but a Pipe itself adds second forwards, of the microbatches "
-                    "that checkpoint= names; make the schedule without R actions"
+                    f"the schedule {name!r} has {action}, but a Pipe adds second forwards itself, by checkpoint=; "
+                    "make the schedule without R actions"
                 )
         several = ranks if name in ("Interleaved1F1B", "ZBV") else None
         needed = own.ranks if own is not None else several or default_ranks(name, stages)
@@ -471,15 +443,16 @@ class PipeSchedules:
         own = self.schedule
         if own is not None and own.microbatches == m:
             return own
-        made = self._make(m) if self.name in SCHEDULES else None
-        if made is None or (made.rank_of, made.splits_backward) != (self.rank_of, self.splits_backward):
-            assert own is not None
-            raise ValueError(
-                f"the schedule {self.name!r} is for {own.microbatches} microbatches, but this batch makes {m}; "
-                f"give batches of at least {own.microbatches} rows with chunks={own.microbatches}, or a "
-                "schedule by name"
-            )
-        return made
+        if self.name in SCHEDULES:
+            made = self._make(m)
+            if (made.rank_of, made.splits_backward) == (self.rank_of, self.splits_backward):
+                return made
+        assert own is not None
+        n = own.microbatches
+        raise ValueError(
+            f"the schedule {self.name!r} is for {n} microbatches, but this batch makes {m}; give batches of at least "
+            f"{n} rows with chunks={n}, or a schedule by name"
+        )
 
 
 _Rule = Callable[[int, Mapping[Kind, int], list[Action], int], Action | None]
@@ -496,11 +469,9 @@ def _arrange(
     m: int, rank_of: list[int], rule: _Rule, kinds: Sequence[Kind] = (Kind.B, Kind.F, Kind.W)
 ) -> list[list[Action]]:
     """Build lists of actions of one tick each; if the rule is too strict to finish, allow one more activation."""
-    for extra in range(m * len(rank_of) + 1):
-        arranged = _try_to_arrange(m, rank_of, rule, kinds, extra)
-        if arranged is not None:
-            return arranged
-    raise AssertionError("with room for everything some action can always run")
+    # With room for everything some action can always run.
+    tries = (_try_to_arrange(m, rank_of, rule, kinds, extra) for extra in range(m * len(rank_of) + 1))
+    return next(arranged for arranged in tries if arranged is not None)
 
 
 def _try_to_arrange(

@@ -137,10 +137,8 @@ class Tracer:
         updates: bool,
     ) -> Tensors:
         """Return gradients of its inputs."""
-        raise CaptureError(
-            f"the loss itself differentiates through {boundary.kind} {boundary.name!r}, which a graph cannot; use "
-            "engine='tape'"
-        )
+        what = f"{boundary.kind} {boundary.name!r}"
+        raise CaptureError(f"the loss itself differentiates through {what}, which a graph cannot; use engine='tape'")
 
 
 class _OfThread(threading.local):
@@ -154,13 +152,19 @@ _own = _OfThread()
 
 
 @contextmanager
-def traced_by(tracer: Tracer | None) -> Iterator[None]:
-    """Boundaries that are crossed in the block are written down by ``tracer``, if there is one, and not crossed."""
-    before, _own.tracer = _own.tracer, tracer
+def _with(**own: object) -> Iterator[None]:
+    """Let the calling thread have these until the block ends."""
+    before = {name: getattr(_own, name) for name in own}
+    vars(_own).update(own)
     try:
         yield
     finally:
-        _own.tracer = before
+        vars(_own).update(before)
+
+
+def traced_by(tracer: Tracer | None) -> AbstractContextManager[None]:
+    """Return a block in which boundaries are written down by ``tracer``, if there is one, and not crossed."""
+    return _with(tracer=tracer)
 
 
 def current_tracer() -> Tracer | None:
@@ -210,10 +214,8 @@ def cross(boundary: Boundary, *inputs: Tensor | None, entry: Tensor | None = Non
                     "cannot record; run the model on the tape, or capture it with ab.capture or an Executor"
                 )
     if torch._C._are_functorch_transforms_active():
-        raise ValueError(
-            f"{boundary.kind} {boundary.name!r} is across a boundary, which torch.func (grad, vjp, vmap) cannot "
-            "transform; use torch.autograd.grad, and a batch in place of vmap"
-        )
+        what = f"{boundary.kind} {boundary.name!r} is across a boundary, which torch.func (grad, vjp, vmap)"
+        raise ValueError(f"{what} cannot transform; use torch.autograd.grad, and a batch in place of vmap")
     recorded = torch.is_grad_enabled()
     if isinstance(entry, nn.Parameter) and not entry.requires_grad:  # frozen there
         entry, recorded = None, recorded and any(value is not None and value.requires_grad for value in inputs)
@@ -269,10 +271,8 @@ class _Crossing(torch.autograd.Function):
         inputs = ctx.saved_tensors if ctx.reads_inputs else (None,) * len(ctx.wants)
         updates = ctx.needs_input_grad[0] and reaches(ctx.next_functions[0][0])
         if not ctx.state:
-            raise RuntimeError(
-                f"the saved tensors for the backward of {ctx.boundary.kind} {ctx.boundary.name!r} have been freed: its "
-                "session ended, or its backward has run without retain_graph=True"
-            )
+            what = f"the saved tensors for the backward of {ctx.boundary.kind} {ctx.boundary.name!r} have been freed"
+            raise RuntimeError(f"{what}: its session ended, or its backward has run without retain_graph=True")
         (state,) = ctx.state
         if state is not None and not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.state.clear()
@@ -295,7 +295,7 @@ def run_forward(boundary: Boundary, inputs: Tensors, wants: Sequence[bool] | Non
     if answers is not None and answers.replaying:
         outputs, no_gradient = answers.replay((boundary.kind, boundary.name, "forward"), inputs)
         return Crossed(cast("list[Tensor]", outputs), None, no_gradient, fresh=True)
-    first = current_first_forward() if boundary.kind in _CHANGING else None
+    first = _own.first if boundary.kind in _CHANGING and not _own.depth else None
     if first is not None and (answer := first.answer()) is not None:
         return answer
     _own.depth += 1
@@ -382,12 +382,10 @@ class RecordedBoundary:
                 return Crossed(self.function(None, *inputs))
         entry = torch.empty((), requires_grad=True, device="cpu")
         detached = [None if value is None else value.detach() for value in inputs]
-        leaves = [
-            value.requires_grad_() for value, want in zip(detached, wants, strict=True) if value is not None and want
-        ]
+        places = [index for index, want in enumerate(wants) if want]
+        leaves = [cast(Tensor, detached[place]).requires_grad_() for place in places]
         with torch.enable_grad():
             outputs = self.function(entry, *detached)
-        places = [index for index, want in enumerate(wants) if want]
         call = IsolatedCall([entry, *leaves], outputs, [-1, *places], len(inputs))
         dead = [index for index, output in enumerate(call.outputs) if output is None]
         return Crossed([output.detach() for output in outputs], call, dead)
@@ -465,7 +463,7 @@ class Answers:
         """Return the answer that was kept, and which outputs have no gradient."""
         with self._lock:
             for index, (of, before, (answer, no_gradient)) in enumerate(self._left):
-                if of == key and _same_bits(request, before):
+                if of == key and len(request) == len(before) and all(map(_same_bits, request, before)):
                     del self._left[index]
                     return _copied(answer), no_gradient
         raise AnswersDiffer(f"the second run makes a different request to {key[0]} {key[1]!r}")
@@ -484,15 +482,10 @@ class FirstForward:
         self._left: list[Crossed] = []
         self.again = False
 
-    @contextmanager
-    def current(self, *, again: bool) -> Iterator[None]:
-        """Keep the answers to this thread's calls in the block, or answer them ``again``."""
+    def current(self, *, again: bool) -> AbstractContextManager[None]:
+        """Return a block that keeps the answers to this thread's calls, or answers them ``again``."""
         self.again, self._left = again, list(self._crossed) if again else []
-        before, _own.first = _own.first, self
-        try:
-            yield
-        finally:
-            _own.first = before
+        return _with(first=self)
 
     def note(self, crossed: Crossed) -> None:
         """Keep an answer."""
@@ -512,11 +505,7 @@ def _copied(values: Tensors) -> list[Tensor | None]:
     return [None if value is None else value.detach().clone() for value in values]
 
 
-def _same_bits(some: Tensors, others: Tensors) -> bool:
-    return len(some) == len(others) and all(map(_are_same, some, others))
-
-
-def _are_same(one: Tensor | None, other: Tensor | None) -> bool:
+def _same_bits(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
     alike = one.shape == other.shape and one.dtype == other.dtype
@@ -528,21 +517,11 @@ def current_answers() -> Answers | None:
     return None if _own.depth else _own.answers
 
 
-def current_first_forward() -> FirstForward | None:
-    """Return that of the calling thread; ``None`` without any, and in the middle of a boundary."""
-    return None if _own.depth else _own.first
-
-
 def runs_again() -> bool:
     """Return True in the second run of such a forward on the calling thread."""
     return _own.first is not None and _own.first.again
 
 
-@contextmanager
-def replay_from(answers: Answers | None) -> Iterator[None]:
-    """Have the calling thread's crossings noted or answered until the block ends."""
-    before, _own.answers = _own.answers, answers
-    try:
-        yield
-    finally:
-        _own.answers = before
+def replay_from(answers: Answers | None) -> AbstractContextManager[None]:
+    """Return a block in which the calling thread's crossings are noted or answered."""
+    return _with(answers=answers)

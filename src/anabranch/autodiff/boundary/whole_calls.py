@@ -8,7 +8,7 @@ own tracer, and so meets the boundary itself.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, cast
 
 from torch import Tensor
@@ -62,15 +62,7 @@ register_constant(WholeCall)
 
 
 def _without_none(value: Any) -> Any:
-    if value is None:
-        return _NONE
-    if isinstance(value, Mapping):
-        return {key: _without_none(value[key]) for key in value}
-    if isinstance(value, list):
-        return [_without_none(item) for item in value]
-    if isinstance(value, tuple):
-        return tuple([_without_none(item) for item in value])
-    return value
+    return map_structure(lambda leaf: _NONE if leaf is None else leaf, value)
 
 
 def _with_none(value: Any) -> Any:

@@ -174,7 +174,11 @@ def unpack_message(kind: Kind, tree: object, tensors: list[Tensor]) -> Message:
 
 def bytes_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the buffers to receive into, for those ``tensors`` that have bytes."""
-    return [_as_bytes(tensor) for tensor in tensors if tensor.numel()]
+    buffers = []
+    for tensor in (tensor for tensor in tensors if tensor.numel()):
+        flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        buffers.append(as_bytes(torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat))
+    return buffers
 
 
 def class_name(kind: type) -> str:
@@ -183,30 +187,20 @@ def class_name(kind: type) -> str:
 
 
 def _refusal(value: object) -> TypeError:
-    return TypeError(
-        f"a {class_name(type(value))} cannot cross ranks; send tensors, numbers, strings and None, nested in dict, "
-        "list and tuple, of these exact types, not types derived from them"
-    )
+    what = f"a {class_name(type(value))} cannot cross ranks"
+    return TypeError(f"{what}; send tensors, numbers, strings and None, in dict, list and tuple, of these exact types")
 
 
 def _sparse(tensors: Sequence[Tensor], content: tuple[int, list[int]]) -> Tensor:
     first, shape = content
     indices, values = tensors[first : first + 2]
-    return torch.sparse_coo_tensor(
-        indices, values, shape, is_coalesced=True, check_invariants=False, device=values.device
-    )
+    device = values.device
+    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=False, device=device)
 
 
 def _form(content: tuple[list[int], str, bool]) -> TensorForm:
     shape, dtype, requires_grad = content
     return TensorForm(tuple(shape), dtype_named(dtype), requires_grad)
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    return as_bytes(flat)
 
 
 # Inboxes, threads and the connection.
@@ -430,7 +424,6 @@ class RankConnection:
     Args:
         group: the ranks, in the order of the schedule's; its backend must carry CPU tensors, as gloo does.
         heartbeat: seconds between the two checks after which a stopped rank is lost.
-        shared_memory: true if ranks that are all on one host exchange tensors there.
         likeness: a string that must be equal on all ranks; of long ones the beginning is shown.
 
     Attributes:
@@ -443,25 +436,23 @@ class RankConnection:
         ValueError: the group's backend does not support CPU tensors, or the ranks' pipes differ.
     """
 
-    def __init__(self, group: dist.ProcessGroup, heartbeat: float, shared_memory: bool, likeness: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, heartbeat: float, likeness: str) -> None:
         if "gloo" not in str(dist.get_backend_config(group)):
-            raise ValueError(
-                f"a pipeline's group must carry CPU tensors, but {dist.get_backend(group)} does not; give it "
-                'process_group=dist.new_group(backend="gloo")'
-            )
+            cure = 'give it process_group=dist.new_group(backend="gloo")'
+            raise ValueError(f"a pipeline's group must carry CPU tensors, {dist.get_backend(group)} does not; {cure}")
         self.group = group
         peers = peers_of_job()
         self._members = Group(peers, dist.get_process_group_ranks(group), heartbeat, recovers=True)
         self.rank, self.names = self._members.rank, self._members.ranks
         self.peers = [peer for peer in range(self._members.size) if peer != self.rank]
         self.inbox = Inbox(self.peers)
-        self._check_alike(likeness if shared_memory else f"{likeness} over gloo")
+        self._check_alike(likeness)
         identities = [Identity.decode(text) for text in self._gather(peers.identity.encode())]
         peers.know(dict(zip(self.names, identities, strict=True)), heartbeat)
         tag = next(_tags.setdefault(group, itertools.count(_FIRST_TAG)))
         self.name = f"pipe {','.join(map(str, self.names))}/{tag}"
-        shares = shared_memory and len({identity.host for identity in identities}) == 1
-        memory = MessageMemory.meet([identity.pid for identity in identities], self._gather) if shares else None
+        on_one_host = len({identity.host for identity in identities}) == 1
+        memory = MessageMemory([identity.pid for identity in identities]) if on_one_host else None
         self.channel = Channel(group, tag, self.inbox, memory)
         # Nothing that holds this object: the channel's threads end when the last reference to it goes.
         self._noticed = partial(_noticed, self.names, self.inbox)
@@ -474,10 +465,7 @@ class RankConnection:
         texts = self._gather(f"{digest} {likeness}".encode()[:_TEXT_BYTES].decode(errors="ignore"))
         if len({text.split(" ")[0] for text in texts}) > 1:
             each = "; ".join(f"rank {r}: {text.split(' ', 1)[1]}" for r, text in zip(self.names, texts, strict=True))
-            raise ValueError(
-                "the ranks make different pipes; use the same layers, balance and schedule on all of them (a balance "
-                f"that each rank measures itself differs: balance='time' is measured on one). {each}"
-            )
+            raise ValueError(f"the ranks make different pipes; use the same layers, balance, schedule on all. {each}")
 
     def _gather(self, text: str) -> list[str]:
         mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8, device="cpu")

@@ -14,11 +14,10 @@ freed, so is the slot: buffers of one step serve the next. gloo alone makes two 
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 
 import numpy as np
@@ -26,8 +25,6 @@ import torch
 from torch import Tensor
 
 from anabranch.tensors.dtypes import dtype_named
-
-_log = logging.getLogger("anabranch.pipeline")
 
 Slot = tuple[int, int, int]
 """In a header: the slot's number, and if it is new the sender's descriptor and the size, else -1 and 0."""
@@ -103,34 +100,6 @@ class MessageMemory:
         self._processes = processes
         self._mine: dict[int, list[_Slot]] = {}
         self._theirs: dict[tuple[int, int], _Slot] = {}
-
-    @classmethod
-    def meet(cls, processes: Sequence[int], gather: Callable[[str], list[str]]) -> MessageMemory | None:
-        """Return this rank's; ``None`` on all of them if one cannot open another's memory. A collective.
-
-        Args:
-            processes: the id of each rank's process, all on this host.
-            gather: returns the strings of all ranks.
-        """
-        descriptor, problem = -1, None
-        try:
-            descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-        except OSError as error:
-            problem = error
-        try:
-            numbers = gather(str(descriptor))  # even after a failure: the other ranks gather too
-            try:
-                for process, number in zip(processes, numbers, strict=True):
-                    os.close(_opened(process, int(number)))
-            except OSError as error:
-                problem = problem or error
-            if problem is not None:
-                _log.warning("a rank of a pipe can reach another one on its host only over gloo: %s", problem)
-            agreed = all(answer == "yes" for answer in gather("no" if problem else "yes"))
-        finally:
-            if descriptor >= 0:
-                os.close(descriptor)
-        return cls(processes) if agreed else None
 
     def put(self, peer: int, parts: Sequence[Tensor]) -> Slot:
         """Write the bytes of a message's tensors for ``peer``; return where they are, for its header."""

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor, nn
 
 from anabranch.pipeline.parts.part_program import HeldTensor
 from anabranch.pipeline.stage.skips import declaration_of
+
+if TYPE_CHECKING:
+    from anabranch.pipeline.parts.split import SplitSource
 
 
 class ModelPart(nn.Module):
@@ -87,13 +90,19 @@ class ModelPart(nn.Module):
 
 
 class PartedModel(nn.Sequential):
-    """A model whose layers are parts, under the model's names; ``unsplit`` is the model."""
+    """A model whose layers are parts, under the model's names.
+
+    Attributes:
+        unsplit: the model.
+        split_source: of the parts that run the model's own code; ``None`` if the user has written theirs.
+    """
 
     unsplit: nn.Module
+    split_source: SplitSource | None
 
-    def __init__(self, model: nn.Module, parts: Sequence[ModelPart]) -> None:
+    def __init__(self, model: nn.Module, parts: Sequence[ModelPart], source: SplitSource | None = None) -> None:
         super().__init__()
-        self.__dict__.update(unsplit=model, _parts=parts)
+        self.__dict__.update(unsplit=model, _parts=parts, split_source=source)
         for kind in ("_modules", "_parameters", "_buffers", "training"):
             self.__dict__[kind] = model.__dict__[kind]
         self.parts()
@@ -112,6 +121,8 @@ class PartedModel(nn.Sequential):
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run the parts one after the other; keyword inputs go to the parts that take them."""
+        if self.split_source is not None:
+            return self.unsplit(*args, **kwargs)
         value: tuple[object, ...] = args
         for part in self.parts():
             taken = part.takes(kwargs, len(value))

@@ -15,22 +15,20 @@ from __future__ import annotations
 import enum
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import msgspec
 import torch
+from optree import PyTreeSpec
 from torch import Tensor, nn
 
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.errors import CaptureError
 from anabranch.pipeline.microbatch import gather, open_whole
 from anabranch.tensors import Structure, flatten, unflatten
-
-if TYPE_CHECKING:
-    from optree import PyTreeSpec
 
 
 class TensorForm(msgspec.Struct, frozen=True):  # not a dataclass, which would be a container in structures
@@ -45,9 +43,9 @@ class TensorForm(msgspec.Struct, frozen=True):  # not a dataclass, which would b
     stride: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, tensor: Tensor) -> TensorForm:
+    def of(cls, tensor: Tensor, *, strided: bool = False) -> TensorForm:
         """Return the form of ``tensor``."""
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.stride() if strided else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +66,12 @@ def signature_of(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Sign
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
             raise TypeError(f"a {leaf.layout} tensor cannot be an input of a split model; make it dense")
-    forms = [_input_form(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return Signature(tree, tuple(forms))
+    return Signature(tree, forms_of(leaves))
 
 
-def _input_form(tensor: Tensor) -> TensorForm:
-    return TensorForm(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.stride())
+def forms_of(leaves: Iterable[object]) -> tuple[object, ...]:
+    """Return the forms of tensors, strides too, and other leaves as they are."""
+    return tuple(TensorForm.of(leaf, strided=True) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,16 +180,17 @@ class PartProgram:
             carried.append(tuple(sorted(needed, key=lambda slot: slot.index)))
         self.carried = tuple(reversed(carried[:-1]))
 
-    def lines(self) -> list[tuple[str, str]]:
-        """Return each instruction, and the output, as a string that is the same in every process, and its place."""
-        code = [(f"{n} {one}", one.place) for n, part in enumerate(self.parts) for one in part]
-        return [*code, (f"{self.out_tree}{_shown(self.out_leaves)}", "the model's output")]
-
-    def _tensors(self) -> Iterator[tuple[Tensor, int, str]]:
-        """Return each loose tensor where it is read, its version and the place."""
-        code = [(one.leaves, one.place) for part in self.parts for one in part]
-        for leaves, place in [*code, (self.out_leaves, "the model's output")]:
-            yield from ((leaf, self.loose[id(leaf)][1], place) for leaf in leaves if isinstance(leaf, Tensor))
+    def _steps(self) -> list[tuple[str, list[tuple[int, int]], str]]:
+        """Return of each instruction, and of the output, a string that is the same in every process, the ids and
+        versions of the loose tensors that it reads, and its place.
+        """
+        code = [(f"{n} {one}", one.leaves, one.place) for n, part in enumerate(self.parts) for one in part]
+        code.append((f"{self.out_tree}{_shown(self.out_leaves)}", self.out_leaves, "the model's output"))
+        loose = self.loose
+        return [
+            (text, [(id(leaf), loose[id(leaf)][1]) for leaf in leaves if isinstance(leaf, Tensor)], place)
+            for text, leaves, place in code
+        ]
 
     def uses(self) -> dict[str | HeldTensor, list[int]]:
         """Return for each module called, and each parameter and buffer read, the parts that do."""
@@ -208,19 +207,13 @@ class PartProgram:
 
     def digest(self) -> str:
         """Return a short string that differs for another program."""
-        text = "\n".join(line for line, _ in self.lines())
+        text = "\n".join(line for line, _, _ in self._steps())
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def place_of_difference(self, other: PartProgram) -> str | None:
         """Return the line of the model's code at which ``other`` takes another way or reads another loose tensor."""
-        # The last line is the output, like no other.
-        for (line, place), (other_line, _) in zip(self.lines(), other.lines(), strict=False):
-            if line != other_line:
-                return place
-        for (tensor, version, place), (its, its_version, _) in zip(self._tensors(), other._tensors(), strict=True):
-            if tensor is not its or version != its_version:
-                return place
-        return None
+        pairs = zip(self._steps(), other._steps(), strict=False)  # the last one is the output, like no other
+        return next((mine[2] for mine, its in pairs if mine[:2] != its[:2]), None)
 
     def run(
         self, part: int, values: Sequence[object], model: nn.Module, held: Callable[[HeldTensor], object]
@@ -262,18 +255,15 @@ class PartProgram:
 def _keep(instruction: Instruction, result: object, slots: dict[Slot, object]) -> None:
     leaves, tree = flatten(result)
     by_module = isinstance(instruction.target, str)
-    fits = tree == instruction.out_tree and all(
-        _fits(*pair, whole=by_module) for pair in zip(instruction.out_leaves, leaves, strict=True)
-    )
-    if not fits:
+    pairs = list(zip(instruction.out_leaves, leaves, strict=False))
+    if tree != instruction.out_tree or not all(_fits(*pair, whole=by_module) for pair in pairs):
         what = repr(instruction.target) if by_module else str(instruction.target)
         raise CaptureError(
-            f"{what} returned a different form of result than when the code around it ran ({instruction.place}): other "
-            "containers, shapes, dtypes or numbers; call again if its code was replaced, else return the same for all "
-            "values of tensors, or give the code of the parts as glue="
+            f"{what} returned a different form of result than when the code around it ran ({instruction.place}); call "
+            "again if its code was replaced, else return the same containers, shapes and dtypes for all values of "
+            "tensors, or give the code of the parts as glue="
         )
-    results = zip(instruction.out_leaves, leaves, strict=True)
-    slots.update((leaf, value) for leaf, value in results if isinstance(leaf, Slot))
+    slots.update((leaf, value) for leaf, value in pairs if isinstance(leaf, Slot))
 
 
 def _fits(expected: object, result: object, whole: bool) -> bool:
@@ -327,8 +317,7 @@ class SplitCall:
             if program.digest() != digest:
                 raise CaptureError(
                     f"the code between the modules calls something else on rank {rank} than on the first stage's rank: "
-                    "their models differ in a mode, or in a number or a function that the code reads; use the same on "
-                    "all of them"
+                    "their models differ in a mode, a number or a function that it reads; use the same on all of them"
                 )
 
     def check(self) -> None:
@@ -340,9 +329,8 @@ class SplitCall:
         for program, after in zip(self._programs.values(), self._trace(self._signatures), strict=True):
             if (place := program.place_of_difference(after)) is not None:
                 raise CaptureError(
-                    f"while the parts ran, a module changed what the code between the modules reads ({place}), so that "
-                    "a microbatch would see another one's; return it from the module, or give the code of the parts as "
-                    "glue=, with the module in the part that reads it"
+                    f"while the parts ran, a module changed what the code between the modules reads ({place}): a "
+                    "microbatch would see another one's; return it from the module, or give the code as glue="
                 )
 
     def join(self, values: Sequence[Structure], sizes: Sequence[int]) -> Structure:

@@ -18,7 +18,7 @@ called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias, cast
 
@@ -27,13 +27,7 @@ from torch import Tensor, nn
 from anabranch.autodiff.thread_modes import ThreadModes
 from anabranch.errors import CaptureError
 from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, accepted_keywords, has_state, is_within
-from anabranch.pipeline.parts.part_program import (
-    HeldTensor,
-    PartProgram,
-    Signature,
-    current_program,
-    signature_of,
-)
+from anabranch.pipeline.parts.part_program import HeldTensor, PartProgram, Signature, current_program, signature_of
 from anabranch.pipeline.parts.tracing import Form, Uses, opened_by, trace
 from anabranch.tensors import flatten
 
@@ -112,21 +106,8 @@ def split(
             raise ValueError("glue= has the code of all parts; leave out at= and example=")
         _check_glue(model, glue)
         return PartedModel(model, [_GluedPart(model, i, *pair) for i, pair in enumerate(glue)])
-    return SplitModel(SplitSource(model, _checked(model, at), example))
-
-
-class SplitModel(PartedModel):
-    """A model in parts by its own code; see ``split``."""
-
-    split_source: SplitSource
-
-    def __init__(self, source: SplitSource) -> None:
-        super().__init__(source.model, [SplitPart(source, index) for index in range(len(source.at) + 1)])
-        self.__dict__["split_source"] = source
-
-    def forward(self, *args: object, **kwargs: object) -> object:
-        """Run the model itself."""
-        return self.unsplit(*args, **kwargs)
+    source = SplitSource(model, _checked(model, at), example)
+    return PartedModel(model, [SplitPart(source, index) for index in range(len(source.at) + 1)], source)
 
 
 def _checked(model: nn.Module, at: Sequence[str]) -> list[str]:
@@ -139,9 +120,8 @@ def _checked(model: nn.Module, at: Sequence[str]) -> list[str]:
             more = f" and {len(near) - 8} more" if len(near) > 8 else ""
             raise ValueError(f"{type(model).__name__} has no submodule {name!r} to cut at; it has {near[:8]}{more}")
         if type(named[name]).forward is nn.Module.forward:
-            raise ValueError(
-                f"{name!r} is a {type(named[name]).__name__}, which is never called; name one of its items"
-            )
+            kind = type(named[name]).__name__
+            raise ValueError(f"{name!r} is a {kind}, which is never called; name one of its items")
     if len(set(at)) < len(at) or not at:
         raise ValueError(f"at={at!r} must name at least one submodule that starts a stage, each once")
     return list(at)
@@ -165,27 +145,22 @@ class SplitSource:
     # Assignment to parts.
 
     def _assign(self, example: _Inputs | None) -> None:
-        uses: Uses = {}
-        programs = list(self._in_both_modes(example))
-        for name, parts in (pair for program in programs for pair in program.uses().items()):
-            uses[name] = list(dict.fromkeys([*uses.get(name, []), *parts]))
+        program = None if example is None else self._trace([signature_of(*example)])[0]
+        uses: Uses = {} if program is None else program.uses()
         modules = {path: parts for path, parts in uses.items() if isinstance(path, str)}
         for path, parts in modules.items():
             around = next((other for other in modules if other != path and is_within(path, other)), None)
             if around is not None and set(parts) <= set(modules[around]):
                 continue  # it comes with that one
-            if has_state(self.model.get_submodule(path)):
-                if around is not None:
-                    raise CaptureError(
-                        f"{path!r} is called by the parts {parts} ({_places(programs, path)}), but {around!r}, which "
-                        f"contains it, by the parts {modules[around]}; move the cut so that both are called in one part"
-                    )
-                if len(parts) > 1:
-                    raise CaptureError(
-                        f"{path!r} is called by the parts {parts} ({_places(programs, path)}), but its parameters and "
-                        "buffers can be in only one; call it in one part, or make two modules that share "
-                        "their parameters"
-                    )
+            if has_state(self.model.get_submodule(path)) and (around is not None or len(parts) > 1):
+                assert program is not None
+                code = [one for part in program.parts for one in part if one.target == path]
+                places = ", ".join(dict.fromkeys(one.place for one in code))
+                raise CaptureError(
+                    f"{path!r} is called by the parts {parts} ({places}), but "
+                    + (f"{around!r}, which contains it, by {modules[around]}" if around else "can be in only one")
+                    + "; move the cut so that they are called in one part, or make two modules that share parameters"
+                )
             self.units[parts[0]].append(path)
         for tensor, parts in uses.items():
             for part in parts:
@@ -195,19 +170,6 @@ class SplitSource:
 
     def _owns(self, part: int, path: str) -> bool:
         return any(is_within(path, unit) for unit in self.units[part])
-
-    def _in_both_modes(self, example: _Inputs | None) -> Iterator[PartProgram]:
-        if example is None:
-            return
-        flags = [(module, module.training) for module in self.model.modules()]
-        try:
-            for mode in (True, False):
-                for module, _ in flags:
-                    module.training = mode
-                yield self._trace([signature_of(*example)])[0]
-        finally:
-            for module, flag in flags:
-                module.training = flag
 
     def _assign_the_rest(self, *, by_name: bool) -> None:
         """Assign modules that the example did not reach to the part of those before them, and tensors, which several
@@ -240,20 +202,13 @@ class SplitSource:
     # Programs.
 
     def trace(self, signatures: Sequence[Signature]) -> list[PartProgram]:
-        """Return the programs of the model's code, as it is now, for inputs of these forms."""
+        """Return the programs of the model's code, as it is now, for inputs of these forms.
+
+        Raises:
+            CaptureError: one uses a module or a tensor that is in another part.
+        """
         programs = self._trace(signatures)
-        for program in programs:
-            self._check_owners(program.uses())
-        return programs
-
-    def _trace(self, signatures: Sequence[Signature]) -> list[PartProgram]:
-        modes = ThreadModes.take()
-        # Without gradients inference mode makes no difference to a model's code.
-        modes = replace(modes, inference=False, grad=modes.grad and not modes.inference)
-        return trace(self.model, self.at, signatures, modes, self.forms)
-
-    def _check_owners(self, uses: Uses) -> None:
-        for name, parts in uses.items():
+        for name, parts in (pair for program in programs for pair in program.uses().items()):
             path, what = (name, repr(name)) if isinstance(name, str) else (name.module, f"{name.module}.{name.name}")
             if isinstance(name, str) and not has_state(self.model.get_submodule(path)):
                 continue
@@ -262,8 +217,15 @@ class SplitSource:
                     owner = next((p for p in range(len(self.units)) if self._owns(p, path)), None)
                     raise CaptureError(
                         f"with these inputs {what} is used by part {part}, but it is in part {owner}; split the model "
-                        "with example= inputs of this kind"
+                        "with example= inputs of this kind, in this mode"
                     )
+        return programs
+
+    def _trace(self, signatures: Sequence[Signature]) -> list[PartProgram]:
+        modes = ThreadModes.take()
+        # Without gradients inference mode makes no difference to a model's code.
+        modes = replace(modes, inference=False, grad=modes.grad and not modes.inference)
+        return trace(self.model, self.at, signatures, modes, self.forms)
 
 
 class SplitPart(ModelPart):
@@ -297,12 +259,6 @@ class SplitPart(ModelPart):
             if holder is not None and tensor.name in holder.__dict__[kind]:
                 return holder.__dict__[kind][tensor.name]
         return getattr(self.source.model.get_submodule(tensor.module), tensor.name)
-
-
-def _places(programs: Iterable[PartProgram], path: str) -> str:
-    """Return the lines of the model's code that call the module."""
-    code = [one for program in programs for part in program.parts for one in part]
-    return ", ".join(dict.fromkeys(one.place for one in code if one.target == path))
 
 
 def _example_of(model: nn.Module, example: Example | None) -> _Inputs | None:

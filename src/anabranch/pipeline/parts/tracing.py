@@ -29,12 +29,13 @@ import random
 import sys
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import torch
+from optree import PyTreeSpec
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -59,15 +60,12 @@ from anabranch.pipeline.parts.part_program import (
     Signature,
     Slot,
     TensorForm,
+    forms_of,
     is_plain,
 )
 from anabranch.pipeline.stage.partition import has_hooks
 from anabranch.pipeline.stage.skips import SkipStore, declaration_of, using_store
 from anabranch.tensors import flatten, unflatten
-
-if TYPE_CHECKING:
-    from optree import PyTreeSpec
-
 
 _DisableTorchFunction = torch._C.DisableTorchFunction
 
@@ -119,7 +117,7 @@ def trace(
             raise CaptureError(
                 f"{places[0]} makes a tensor that is kept outside the model (in a global dictionary or by "
                 "functools.lru_cache), where it would have no values; call the model itself once with inputs of this "
-                "shape, so that it is there before, make it a buffer, or give the code of the parts as glue="
+                f"shape, so that it is there before, make it a buffer, or {_GLUE}"
             )
     return answer.result(timeout=0)
 
@@ -173,7 +171,6 @@ class _Recorder(TorchFunctionMode):
         self._states: dict[str, tuple[object, ...]] = {}
         self._alive: list[object] = []
         self._places: dict[int, str] = {}
-        self._seed = torch.initial_seed()
 
     def run(self, signatures: Sequence[Signature]) -> list[PartProgram]:
         """Return the programs: of one copy of the model, which a run that is not refused leaves as it is."""
@@ -200,14 +197,14 @@ class _Recorder(TorchFunctionMode):
         self._slots: dict[int, Slot] = {}
         self._loose: dict[int, tuple[Tensor, int]] = {}
         self._parts: list[list[Instruction]] = [[] for _ in range(len(self._at) + 1)]
-        leaves = [self._without_memory(x, x.stride) if isinstance(x, TensorForm) else x for x in signature.leaves]
+        leaves = self._all_without_memory(signature.leaves)
         args, kwargs = unflatten(signature.tree, leaves)
         inputs = tuple(self._put(leaf, "the model's input") for leaf in leaves if isinstance(leaf, Tensor))
         with self.fake, self:
             output = self._called(args, kwargs)
         self._copy.check()
         if self._part != len(self._at):
-            raise ValueError(f"{self._at[self._part]!r} is not called by the model's forward, so no stage starts there")
+            raise ValueError(f"{self._at[self._part]!r} is not called by the model's forward: no stage starts there")
         out_leaves, tree = flatten(output)
         named = tuple(self._named(leaf, "the model's output") for leaf in out_leaves)
         parts = tuple(map(tuple, self._parts))
@@ -219,13 +216,14 @@ class _Recorder(TorchFunctionMode):
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise CaptureError(f"{_line_of(error)} {_READS_VALUES}") from error
         except (UnsupportedFakeTensorException, UnsupportedOperatorException) as error:
-            raise CaptureError(
-                f"{_line_of(error)} cannot run on tensors without memory: {error}; register a form of the operation "
-                "for them (torch.library.register_fake), or give the code of the parts as glue="
-            ) from error
+            cure = f"register a form of the operation for them (torch.library.register_fake), or {_GLUE}"
+            raise CaptureError(f"{_line_of(error)} cannot run on tensors without memory: {error}; {cure}") from error
 
-    def _without_memory(self, form: TensorForm, stride: Sequence[int] | None = None) -> Tensor:
-        tensor = _fake_tensor(form, stride, self._device, self.fake, trained=False)
+    def _all_without_memory(self, forms: Iterable[object]) -> list[object]:
+        return [self._without_memory(form) if isinstance(form, TensorForm) else form for form in forms]
+
+    def _without_memory(self, form: TensorForm) -> Tensor:
+        tensor = _fake_tensor(form, self._device, self.fake, trained=False)
         if not form.requires_grad:
             return tensor
         with _DisableTorchFunction(), torch.enable_grad():  # not a leaf: the code may change it in place
@@ -262,10 +260,8 @@ class _Recorder(TorchFunctionMode):
             self._begin_part(path)
         if path in self._opened:
             if has_hooks(self._copy.originals[path]):
-                raise CaptureError(
-                    f"{path or type(self._model).__name__!r} has hooks, but a cut is inside it: no part runs the whole "
-                    "module that they expect; put them on modules within one part"
-                )
+                what = f"{path or type(self._model).__name__!r}"
+                raise CaptureError(f"{what} has hooks, but a cut is inside it; put them on modules within one part")
             return run()
         self._copy.check(path)
         return self._record(path, functools.partial(self._returned, path), arguments)
@@ -273,9 +269,7 @@ class _Recorder(TorchFunctionMode):
     def _begin_part(self, path: str) -> None:
         following = self._at[self._part :]
         if path not in following:
-            raise ValueError(
-                f"{path!r} is called twice, so no stage can start there; name a module that is called once"
-            )
+            raise ValueError(f"{path!r} is called twice, so no stage starts there; name a module that is called once")
         if path != following[0]:
             raise ValueError(f"at={self._at!r} are not in execution order: {path!r} runs before {following[0]!r}")
         self._part += 1
@@ -288,44 +282,41 @@ class _Recorder(TorchFunctionMode):
                 tensors = [tensor for child in modules for tensor in _tensors_in(child)]
                 state = ((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors)
                 self._states[path] = (*state, *(child.training for child in modules))
-            inputs = [(TensorForm.of(x), x.stride()) if isinstance(x, Tensor) else (type(x), repr(x)) for x in leaves]
+            inputs = [one if isinstance(one, TensorForm) else (type(one), repr(one)) for one in forms_of(leaves)]
         key = (path, tree, modes, *inputs, self._states[path])
         form = self._forms.get(key)
         if form is None:
             # Other tensors than the code's, so that the module may keep them.
-            own = [self._without_memory(TensorForm.of(x), x.stride()) if isinstance(x, Tensor) else x for x in leaves]
-            results, out_tree = flatten(self._first_run(path, *unflatten(tree, own)))
-            form = out_tree, tuple((TensorForm.of(x), x.stride()) if isinstance(x, Tensor) else x for x in results)
+            args, kwargs = unflatten(tree, self._all_without_memory(forms_of(leaves)))
+            results, out_tree = flatten(self._first_run(path, args, kwargs))
+            form = out_tree, forms_of(results)
             plain = all(isinstance(x, Tensor | None) for x in results)  # numbers may be others the next time
             if plain and not any(map(declaration_of, self._copy.originals[path].modules())):
                 if len(self._forms) >= _MOST_FORMS:
                     self._forms.clear()
                 self._forms[key] = form
-        return unflatten(form[0], [self._without_memory(*x) if isinstance(x, tuple) else x for x in form[1]])
+        return unflatten(form[0], self._all_without_memory(form[1]))
 
     def _first_run(self, path: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run a module as it is, without its hooks, on a copy of it."""
         for self._guess in (0, 1):
             self._guessed = False
             try:
-                with self.fake.changing_twins(), torch.random.fork_rng(devices=[]):  # it may seed
+                self.fake.is_in_module = True
+                with torch.random.fork_rng(devices=[]):  # it may seed
                     return self._copy.whole(path)(*args, **kwargs)
             except (DataDependentOutputException, DynamicOutputShapeException) as raised:
-                raise CaptureError(
-                    f"the module {path!r} at {_line_of(raised)} depends on the values of a tensor, so the shapes of "
-                    "its results are not known before it runs; pass the code of the parts to split as glue="
-                ) from raised
+                where = f"the module {path!r} at {_line_of(raised)}"
+                raise CaptureError(f"{where} returns shapes that depend on the values of a tensor; {_GLUE}") from raised
             except Exception as error:
                 if self._guessed and not self._guess:
                     continue
                 if self._guessed:
-                    error.add_note(
-                        f"{path!r} ran without values, to see the form of its results; each number that it read was 0 "
-                        "at first, then 1: if the error comes of that, give the code of the parts as glue="
-                    )
+                    read = f"{path!r} ran without values, to see the form of its results: each number that it read"
+                    error.add_note(f"{read} was 0 at first, then 1; if the error comes of that, {_GLUE}")
                 raise
             finally:
-                self._guess = None
+                self._guess, self.fake.is_in_module = None, False
         raise AssertionError("the second guess returns or raises")
 
     # The code.
@@ -354,8 +345,6 @@ class _Recorder(TorchFunctionMode):
                 return func(torch.full(tensor.shape, self._guess, dtype=tensor.dtype, device="cpu"))
 
     def _record(self, target: str | Callable[..., object], run: _Run, arguments: object) -> object:
-        if torch.initial_seed() != self._seed:  # here, too: torch.random.fork_rng puts it back
-            raise _seeded(_place())
         by_module = isinstance(target, str)
         with _DisableTorchFunction():  # reading a tensor's facts is no call of the code's
             place = _place()
@@ -400,37 +389,33 @@ class _Recorder(TorchFunctionMode):
         hint = "; set use_cache=False" if "Cache" in type(leaf).__name__ else ""
         raise CaptureError(
             f"{_place()} passes a {type(leaf).__name__} to {what}, which may change from call to call{hint}; pass "
-            "tensors, numbers, strings and containers of them between the modules around a cut, or give the code of "
-            "the parts as glue="
+            f"tensors, numbers, strings and containers of them between the modules around a cut, or {_GLUE}"
         )
 
     def _constant(self, tensor: Tensor, what: str) -> Tensor:
+        why = None
         if isinstance(tensor, FakeTensor):
-            raise CaptureError(
-                f"{_place()} passes {what} a tensor that comes from no PyTorch function and no module's result; make "
-                "it with torch.tensor or similar, return it from the module, move the cut so that this code is inside "
-                "a module, or give the code of the parts as glue="
-            )
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            raise CaptureError(
-                f"{_place()} runs inside a torch.func transform; put that into its own module, or give the code of the "
-                "parts as glue="
-            )
-        if tensor.requires_grad:
-            raise CaptureError(
-                f"{_place()} trains a tensor that is not a parameter of the model; register it as one, or return it "
-                "from the module that makes it"
-            )
+            why = f"passes {what} a tensor that comes from no PyTorch function and no module's result; make it there"
+        elif torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            why = "runs inside a torch.func transform; put that into its own module"
+        elif tensor.requires_grad:
+            why = "trains a tensor that is not a parameter of the model; register it, return it from a module"
+        if why is not None:
+            raise CaptureError(f"{_place()} {why}, or {_GLUE}")
         self._loose[id(tensor)] = tensor, _version(tensor)
         return tensor
 
 
 class _WithoutMemory(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Runs operations on tensors without memory, and never changes a real one that the user's code reaches."""
+    """Runs operations on tensors without memory, and never changes a real one that the user's code reaches.
+
+    Attributes:
+        is_in_module: a module that stays whole runs: what it changes in place stays, for it will run again.
+    """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self._versions: dict[int, tuple[Tensor, int]] | None = None
+        self.is_in_module = False
 
     def __torch_dispatch__(
         self, func: _Function, types: Sequence[type], args: Sequence[object] = (), kwargs: _Named = None
@@ -440,30 +425,16 @@ class _WithoutMemory(FakeTensorMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         for tensor in _written(func, args, kwargs):
             if not isinstance(tensor, FakeTensor):
-                if self._versions is None:
+                if not self.is_in_module:
                     raise CaptureError(
                         f"{_place()} changes a tensor in place that is no parameter or buffer read from its module, "
-                        "but a plain attribute, a global variable or held by a closure; register it as a buffer and "
-                        "read it in a method, or give the code of the parts as glue="
+                        f"but an attribute, a global variable or in a closure; make it a buffer read there, or {_GLUE}"
                     )
-                if not tensor.is_inference():
-                    self._versions.setdefault(id(tensor), (tensor, tensor._version))
                 args, kwargs = tree_map_only(Tensor, self._twin, (args, kwargs))
         return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[arg-type]
 
     def _twin(self, tensor: Tensor) -> Tensor:
         return tensor if isinstance(tensor, FakeTensor) else self.fake_tensor_converter.from_real_tensor(self, tensor)
-
-    @contextmanager
-    def changing_twins(self) -> Iterator[None]:
-        """In a module that stays whole, changes in place of real tensors are lost: it will run again."""
-        self._versions = {}
-        try:
-            yield
-        finally:
-            for tensor, version in self._versions.values():
-                torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
-            self._versions = None
 
 
 def _written(func: object, args: Sequence[object], kwargs: Mapping[str, object]) -> Iterator[Tensor]:
@@ -496,14 +467,12 @@ def _tensors_in(module: nn.Module) -> Iterator[Tensor]:
             yield tensor
 
 
-def _fake_tensor(
-    form: TensorForm, stride: Sequence[int] | None, device: torch.device, fake: _WithoutMemory, *, trained: bool = True
-) -> FakeTensor:
+def _fake_tensor(form: TensorForm, device: torch.device, fake: _WithoutMemory, *, trained: bool = True) -> FakeTensor:
     # Made directly: an operation of the mode takes thirty times as long.
     with _DisableTorchFunction(), unset_fake_temporarily():
         meta = torch.empty(form.shape, dtype=form.dtype, device="meta")
-        if stride is not None and tuple(stride) != meta.stride():
-            meta = torch.empty_strided(form.shape, stride, dtype=form.dtype, device="meta")
+        if form.stride is not None and form.stride != meta.stride():
+            meta = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta")
         return FakeTensor(fake, meta.requires_grad_(form.requires_grad and trained), device)
 
 
@@ -576,8 +545,8 @@ class _Copy:
     def _without_memory(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._empty:
             with _DisableTorchFunction():
-                stride = None if isinstance(tensor, Elsewhere) else tensor.stride()
-                empty = _fake_tensor(TensorForm.of(tensor), stride, self._device, self._fake)
+                form = TensorForm.of(tensor, strided=not isinstance(tensor, Elsewhere))
+                empty = _fake_tensor(form, self._device, self._fake)
             if isinstance(tensor, nn.Parameter):
                 empty._is_param = True  # what isinstance(_, nn.Parameter) asks for
             self._empty[id(tensor)] = empty
@@ -617,8 +586,7 @@ class _Copy:
                     line = _place() if within else _forward_of(opened)
                     raise CaptureError(
                         f"the code around {where!r} ({line}) sets its attribute {what!r}, which its parts could not "
-                        "share; keep it in a submodule, change a buffer in place, return it, or give the code of the "
-                        "parts as glue="
+                        f"share; keep it in a submodule, change a buffer in place, return it, or {_GLUE}"
                     )
 
 
@@ -661,10 +629,8 @@ def _deep_copy(value: object, memo: dict[int, object]) -> object:
         with _SharingTensors():
             return copy.deepcopy(value, memo)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise CaptureError(
-            f"a {type(value).__name__} that the model holds cannot be copied ({error}); keep it elsewhere, or give the "
-            "code of the parts as glue="
-        ) from error
+        what = f"a {type(value).__name__} that the model holds"
+        raise CaptureError(f"{what} cannot be copied ({error}); keep it elsewhere, or {_GLUE}") from error
 
 
 class _SharingTensors(TorchFunctionMode):
@@ -694,10 +660,9 @@ _CONSTANTS += (types.FunctionType, types.BuiltinFunctionType, types.MethodDescri
 _READS: frozenset[Callable[..., object]] = frozenset({Tensor.numpy, Tensor.__array__, Tensor.data_ptr})
 """Functions that hand a tensor's values to code that is not PyTorch's."""
 
-_READS_VALUES = (
-    "depends on the values of a tensor, which are not known before the parts run; put it into its own module, "
-    "move the cut so that it is inside one, or give the code of the parts as glue="
-)
+_GLUE = "give the code of the parts as glue="
+
+_READS_VALUES = f"depends on the values of a tensor, unknown before the parts run; put it into a module, or {_GLUE}"
 
 _NUMBERS: frozenset[Callable[..., object]] = frozenset(
     {Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__}
@@ -738,22 +703,12 @@ def _none_drawn_elsewhere(model: nn.Module) -> Iterator[None]:
         seeded = not torch.equal(torch.get_rng_state(), state)  # a draw on tensors without memory leaves it as it is
         if seeded:
             torch.set_rng_state(state)
-    if seeded:
-        raise _seeded(_forward_of(model))
-    if _generators() != before:
+    if seeded or _generators() != before:
+        what = "seeds PyTorch's generator" if seeded else "draws random numbers from Python's or NumPy's generator"
         raise CaptureError(
-            f"the model ({_forward_of(model)}) draws random numbers from Python's or NumPy's generator between its "
-            "modules, which its parts could not repeat; draw with torch.rand"
+            f"the model ({_forward_of(model)}) {what} between its modules, which its parts could not repeat; do it "
+            "inside a module, draw with torch.rand, or give the code of the parts as glue="
         )
-
-
-def _seeded(place: str) -> CaptureError:
-    """Return the refusal: the parts would draw from the generators of the pipe, or from the one left as it was."""
-    return CaptureError(
-        f"{place} seeds PyTorch's generator between the modules (torch.manual_seed, torch.set_rng_state), which its "
-        "parts could not repeat; seed inside a module, draw with a generator of your own there, or give the code of "
-        "the parts as glue="
-    )
 
 
 def _generators() -> tuple[object, object]:
@@ -783,10 +738,8 @@ def _place() -> str:
             place = f"{code.co_filename}:{frame.f_lineno} ({code.co_name})"
         frame = frame.f_back
     if applied is not None:
-        raise CaptureError(
-            f"{place} calls {applied.__qualname__}.apply, whose backward cannot be cut; put the call into a module of "
-            "its own, which stays whole, or give the code of the parts as glue="
-        )
+        what = f"{place} calls {applied.__qualname__}.apply, whose backward cannot be cut"
+        raise CaptureError(f"{what}; put the call into a module of its own, which stays whole, or {_GLUE}")
     return place or "the model's forward"
 
 

@@ -1,4 +1,4 @@
-"""Balancing: cuts that make the costliest stage as cheap as possible, by time or by size, boundaries included.
+"""Balancing: cuts that make the costliest stage as cheap as possible, by time or by size.
 
 Layers are measured one by one on a copy of the module, each forward and backward on the output of the previous one. The
 copy draws its random numbers from a separate stream, so neither buffers nor the process's generator are touched.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.autodiff.moved_parameter import parameters_here
-from anabranch.pipeline.stage.packet import size_of
+from anabranch.pipeline.stage.packet import cloned, size_of
 from anabranch.pipeline.stage.partition import declarations, flatten_layers
 from anabranch.pipeline.stage.random_streams import drawing_from
 from anabranch.pipeline.stage.skips import SkipName, SkipStore, using_store
@@ -40,13 +40,12 @@ def balance_by_time(n: int, module: nn.Module, sample: Structure) -> list[int]:
         sample: a batch of the size that a microbatch will have.
 
     Returns:
-        The number of flattened layers of each stage. A stage's time is that of its layers, forward and backward, and
-        of copying the values that cross its ends, skips included.
+        The number of flattened layers of each stage. A stage's time is that of its layers, forward and backward.
 
     Raises:
         ValueError: more stages than layers, or fewer than one.
 
-    Source: torchgpipe.balance (Kim et al., 2020), which leaves boundaries out.
+    Source: torchgpipe.balance (Kim et al., 2020).
     """
     layers, crossing = _look(n, module, sample)
     fastest = [math.inf] * len(layers)
@@ -55,7 +54,7 @@ def balance_by_time(n: int, module: nn.Module, sample: Structure) -> list[int]:
         fastest = list(map(min, fastest, map(_seconds, layers)))
         if repeat and time.perf_counter() > until:
             break
-    return _cut(n, fastest, list(map(_copy_seconds, crossing)))
+    return _cut(n, fastest, [0] * len(crossing))
 
 
 def balance_by_size(n: int, module: nn.Module, sample: Structure) -> list[int]:
@@ -116,7 +115,7 @@ def _look(n: int, module: nn.Module, sample: Structure) -> tuple[list[_Layer], l
         layer = _Layer(one.module, value, {name: skips[name] for name in popped})
         kept: dict[int, int] = {}
         with torch.autograd.graph.saved_tensors_hooks(partial(_note, kept), lambda tensor: tensor):
-            output, store = layer.run(_cloned(value))
+            output, store = layer.run(cloned(value))
         parameters = parameters_here(one.module).values()
         for tensor in (*parameters, *one.module.buffers()):
             kept.pop(tensor.untyped_storage().data_ptr(), None)
@@ -137,7 +136,7 @@ def _note(kept: dict[int, int], tensor: Tensor) -> Tensor:
 
 def _seconds(layer: _Layer) -> float:
     """Return the time of a forward and a backward."""
-    value = _cloned(layer.value)
+    value = cloned(layer.value)
     _synchronize()
     started = time.perf_counter()
     output, _ = layer.run(value)
@@ -146,15 +145,6 @@ def _seconds(layer: _Layer) -> float:
         torch.autograd.backward(tensors, [torch.ones_like(tensor) for tensor in tensors])
     _synchronize()
     return time.perf_counter() - started
-
-
-def _copy_seconds(size: int) -> float:
-    """Return the time of a copy of ``size`` bytes, there and, as a gradient, back."""
-    source = torch.zeros(size, dtype=torch.uint8, device="cpu")
-    target = source.clone()
-    started = time.perf_counter()
-    target.copy_(source)
-    return 2 * (time.perf_counter() - started)
 
 
 def _synchronize() -> None:
@@ -172,11 +162,6 @@ def _leaf(value: Structure) -> Structure:
         return leaf.detach().requires_grad_() if differentiable else leaf.detach()
 
     return map_structure(start, value)
-
-
-def _cloned(value: Structure) -> Structure:
-    """Return the same values in their own memory: the layer may change them in place."""
-    return map_structure(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
 
 
 def _bytes(value: Structure) -> int:

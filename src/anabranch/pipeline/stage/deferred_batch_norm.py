@@ -90,10 +90,8 @@ def defer_batch_norms(module: nn.Module) -> None:
     """
     for name, norm in module.named_modules():
         if _is_to_defer(norm) and getattr(norm.forward, "__func__", None) is not _BatchNorm.forward:
-            raise ValueError(
-                f"deferred_batch_norm=True cannot replace {name!r}: {type(norm).__name__} has a forward of its own; "
-                "make it a plain BatchNorm followed by a module for the rest, or leave deferred_batch_norm=False"
-            )
+            what = f"deferred_batch_norm=True cannot replace {name!r}: {type(norm).__name__} has a forward of its own"
+            raise ValueError(f"{what}; make it a plain BatchNorm followed by a module for the rest")
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
             if _is_to_defer(child):

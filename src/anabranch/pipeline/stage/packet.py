@@ -24,25 +24,25 @@ every microbatch gets whole: a layer would change it for the microbatches after 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TypeAlias, cast
 
-import numpy as np
 import torch
+from optree import PyTreeSpec
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from anabranch.autodiff.layer_state import lazy_clone
-from anabranch.tensors import Structure, flatten, unflatten
-
-if TYPE_CHECKING:
-    from optree import PyTreeSpec
-
+from anabranch.tensors import Structure, flatten, map_structure, unflatten
 
 Gradients = list[Tensor | None]
 """A gradient for each leaf of a packet; ``None`` for a leaf without one."""
+
+
+def cloned(value: Structure) -> Structure:
+    """Return the same values in their own memory: whoever gets them may change them in place."""
+    return map_structure(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
 
 
 def size_of(tensor: Tensor) -> int:
@@ -158,9 +158,8 @@ def check_unchanged(watched: Sequence[Watched], stage: int) -> None:
     for what, tensor, version in watched:
         if tensor._version != version:
             raise RuntimeError(
-                f"stage {stage} changes {what} in place, which is also sent to another stage or microbatch: the "
-                "unsplit module changes both, but a split one cannot; make the operation out of place, or stash a "
-                "clone"
+                f"stage {stage} changes {what} in place, which is also sent to another stage or microbatch (or shares "
+                "memory with what is), and cannot change there; make the operation out of place, or send a clone"
             )
 
 
@@ -170,13 +169,14 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def mark_doubled(packets: Sequence[Packet], watched: Sequence[Watched], buffers: Collection[int]) -> None:
-    """Mark leaves that share memory with another one, with a watched tensor, or with one of these ``buffers``.
+    """Mark leaves in the same memory as another one, a watched tensor, or one of these ``buffers``.
 
-    Of the last there are copies from then on: later microbatches may change a buffer.
+    Of the last there are copies from then on: later microbatches may change a buffer. Whether two views have an element
+    in common is not asked: the halves of ``x.chunk(2, dim=1)`` interleave.
     """
-    places: dict[int, list[tuple[Tensor, Packet | None, int]]] = {}
+    places: dict[int, list[tuple[Packet | None, int]]] = {}
     for _, tensor, _ in watched:
-        places.setdefault(memory_of(tensor), []).append((tensor, None, 0))
+        places.setdefault(memory_of(tensor), []).append((None, 0))
     for packet in packets:
         for index, leaf in enumerate(packet.leaves):
             if not isinstance(leaf, Tensor) or leaf.is_nested:
@@ -186,49 +186,8 @@ def mark_doubled(packets: Sequence[Packet], watched: Sequence[Watched], buffers:
                 packet.leaves[index] = leaf.clone()
                 packet.doubled = (*packet.doubled, index)
             else:
-                places.setdefault(memory, []).append((leaf, packet, index))
-    for those in (those for those in places.values() if len(those) > 1):
-        # Only those that end behind the start of the next one: NumPy is slow.
-        reaching: list[tuple[int, tuple[Tensor, Packet | None, int]]] = []
-        for start, end, one in sorted(((*_extent(one[0]), one) for one in those), key=itemgetter(0, 1)):
-            reaching = [(until, other) for until, other in reaching if until > start]
-            for _, other in reaching:
-                for _, sender, index in (one, other) if _share((one[0], other[0])) else ():
-                    if sender is not None and index not in sender.doubled:
-                        sender.doubled = (*sender.doubled, index)
-            reaching.append((end, one))
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the bytes of its storage between which a tensor lies."""
-    start, last = tensor.storage_offset(), sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(start * tensor.itemsize), int((start + last + 1) * tensor.itemsize)
-
-
-_MOST_WORK = 10_000
-"""Steps in which NumPy may look for an element that two tensors share; without an answer they count as sharing."""
-
-
-def _share(tensors: Iterable[Tensor]) -> bool:
-    """Return True if two tensors in the same memory have an element in common.
-
-    The halves of ``x.chunk(2, dim=1)`` interleave without one, so their ranges of addresses do not decide.
-    """
-    one, other = (np.asarray(_Layout(tensor)) for tensor in tensors)
-    try:
-        return np.shares_memory(one, other, max_work=_MOST_WORK)  # type: ignore[arg-type] # its types name two values
-    except np.exceptions.TooHardError:
-        return True
-
-
-class _Layout:
-    """The places of a tensor's elements in its memory, for NumPy, which does not read them."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (64 + tensor.storage_offset() * tensor.itemsize, True),  # anywhere but at 0
-            "shape": tuple(tensor.shape),
-            "strides": tuple(stride * tensor.itemsize for stride in tensor.stride()),
-            "typestr": f"|V{tensor.itemsize}",
-        }
+                places.setdefault(memory, []).append((packet, index))
+    for ways in places.values():
+        for sender, index in ways if len(ways) > 1 else ():
+            if sender is not None and index not in sender.doubled:
+                sender.doubled = (*sender.doubled, index)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import islice
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from anabranch.autodiff.moved_parameter import Switch
 from anabranch.pipeline.parts.model_part import ModelPart, PartedModel, accepted_keywords
@@ -36,7 +35,7 @@ def flatten_layers(module: nn.Module) -> list[Layer]:
 
     Raises:
         TypeError: ``module`` is not a ``nn.Sequential``, overrides its ``forward`` or has hooks.
-        ValueError: it is empty, holds the same layer twice, or a lazy one without its parameters yet.
+        ValueError: it is empty, or holds the same layer twice.
     """
     if isinstance(module, PartedModel):
         if has_hooks(module) or has_hooks(module.unsplit):
@@ -46,14 +45,12 @@ def flatten_layers(module: nn.Module) -> list[Layer]:
         layers = list(_open(module, ""))
     else:
         raise TypeError(
-            f"a pipeline splits a nn.Sequential, got {type(module).__name__}; make its layers the children of a "
-            "nn.Sequential with neither a forward nor hooks of its own (long skips by stash and pop), or cut it with "
-            "anabranch.pipeline.split"
+            f"a pipeline splits a nn.Sequential, got {type(module).__name__}; make its layers the children of one with "
+            "neither a forward nor hooks of its own (long skips by stash and pop), or use anabranch.pipeline.split"
         )
     if not layers:
         raise ValueError("the nn.Sequential is empty; there is nothing to split")
     _refuse_duplicates(layers)
-    _refuse_lazy(layers)
     return layers
 
 
@@ -78,21 +75,10 @@ def _refuse_duplicates(layers: list[Layer]) -> None:
         for path, child in layer.module.named_modules(prefix=layer.name):
             earlier = first.setdefault(child, path)
             tensors = [*(p for p in child._parameters.values() if type(p) is not Switch), *child._buffers]
-            stateful = bool(tensors) or declaration_of(child) is not None
-            if stateful and earlier != path:
+            if earlier != path and (tensors or declaration_of(child) is not None):
                 raise ValueError(
                     f"{earlier!r} and {path!r} are the same {type(child).__name__}, which two stages would run at "
                     "once; make two modules and tie their parameters: b.weight = a.weight"
-                )
-
-
-def _refuse_lazy(layers: list[Layer]) -> None:
-    for layer in layers:
-        for name, tensor in (*layer.module.named_parameters(), *layer.module.named_buffers()):
-            if is_lazy(tensor):
-                raise ValueError(
-                    f"{layer.name}.{name} has no shape yet; run the module once, so that its lazy parameters "
-                    "exist, before it is split"
                 )
 
 
@@ -107,9 +93,7 @@ def split_layers(module: nn.Module, layers: Sequence[Layer], balance: Sequence[i
     try:
         balance = [operator.index(size) for size in balance]
     except TypeError:
-        raise TypeError(
-            f"balance={balance!r} is not a list of the number of layers of each stage, like [2, 3], 'time' or 'size'"
-        ) from None
+        raise TypeError(f"balance={balance!r} is not a list of the layers of each stage, 'time' or 'size'") from None
     if not balance or min(balance) < 1:
         raise ValueError(f"balance={balance!r} must give every stage at least 1 layer")
     children = [name for name, _ in module.named_children()]
@@ -117,15 +101,11 @@ def split_layers(module: nn.Module, layers: Sequence[Layer], balance: Sequence[i
     if sum(balance) != len(layers) and sum(balance) == len(children) and not isinstance(module, PartedModel):
         units = [[layer for layer in layers if layer.name.split(".")[0] == child] for child in children]
     if sum(balance) != len(units):
-        inside = f"{len(children)} children" + (
-            f" (with {len(layers)} layers inside)" if len(layers) != len(children) else ""
-        )
-        has = f"{len(layers)} parts" if isinstance(module, PartedModel) else inside
+        n = len(layers)
+        has = f"{n} parts" if isinstance(module, PartedModel) else f"{len(children)} children with {n} layers"
         raise ValueError(f"balance={balance!r} sums to {sum(balance)}, but the module has {has}")
-    ends = list(accumulate(balance))
-    return [
-        [layer for unit in units[end - size : end] for layer in unit] for end, size in zip(ends, balance, strict=True)
-    ]
+    rest = iter(units)
+    return [[layer for unit in islice(rest, size) for layer in unit] for size in balance]
 
 
 def keywords_of(layer: Layer, names: Iterable[str], positional: int) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from torch import nn
 
@@ -30,7 +30,6 @@ from anabranch.tensors import Structure
 
 _Module = TypeVar("_Module", bound=nn.Module)
 _ModuleClass = TypeVar("_ModuleClass", bound=type[nn.Module])
-_NO_YIELD = "ab.pop(name) only requests the value; write value = yield ab.pop(name)"
 
 
 class Namespace:
@@ -48,6 +47,7 @@ SkipName: TypeAlias = tuple[Namespace | None, str]
 """A skip's full name: its namespace (``None`` outside any) and the name in the declaration."""
 
 
+@dataclass(slots=True)
 class stash:  # noqa: N801 - a command, read as a verb where it is yielded
     """Hands ``value`` to the modules that pop ``name``; yielded from the ``forward`` of a skippable module.
 
@@ -62,13 +62,11 @@ class stash:  # noqa: N801 - a command, read as a verb where it is yielded
         value: tensors of any dtype in any nesting, or ``None``.
     """
 
-    __slots__ = ("name", "value")
-
-    def __init__(self, name: str, value: Structure) -> None:
-        self.name = name
-        self.value = value
+    name: str
+    value: Structure
 
 
+@dataclass(slots=True)
 class pop:  # noqa: N801
     """Requests the value stashed as ``name``; yielded from the ``forward`` of a skippable module.
 
@@ -82,26 +80,12 @@ class pop:  # noqa: N801
         name: one of the names that the class declares in ``pop=``.
     """
 
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
     @classmethod
     def __torch_function__(cls, *_: object) -> None:
         """Refuse to be used in place of the value: its ``yield`` was forgotten."""
-        raise RuntimeError(_NO_YIELD)
-
-    if not TYPE_CHECKING:  # which refuses all of these itself
-
-        def __getattr__(self, name: str) -> None:
-            raise AttributeError(name if name.startswith("__") else _NO_YIELD)  # copy and pickle try special methods
-
-        def __add__(self, *_: object) -> None:
-            raise RuntimeError(_NO_YIELD)
-
-        __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __add__
-        __matmul__ = __pow__ = __neg__ = __getitem__ = __iter__ = __add__
+        raise RuntimeError("ab.pop(name) only requests the value; write value = yield ab.pop(name)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,19 +107,19 @@ class SkipStore:
     """
 
     def __init__(self, shared: Iterable[SkipName] = ()) -> None:
-        self._values: dict[SkipName, Structure] = {}
-        self._always_shared = frozenset(shared)
-        self._shared: set[SkipName] = set()
+        self._values: dict[SkipName, tuple[Structure, bool]] = {}
+        self._shared = frozenset(shared)
 
     def put(self, name: SkipName, value: Structure, *, shared: bool = False) -> None:
         """Keep ``value`` under ``name``, in place of an older one."""
-        self._values[name] = value
-        (self._shared.add if shared else self._shared.discard)(name)
+        self._values[name] = value, shared or name in self._shared
 
     def take(self, name: SkipName, *, shared: bool = False) -> Structure:
         """Return the value of ``name``, removed unless it is shared; raises ``KeyError`` for an unknown name."""
-        keep = shared or name in self._shared or name in self._always_shared
-        return self._values[name] if keep else self._values.pop(name)
+        value, stays = self._values[name]
+        if not (shared or stays):
+            del self._values[name]
+        return value
 
     def __contains__(self, name: SkipName) -> bool:
         return name in self._values
@@ -199,8 +183,14 @@ def skippable(
             raise SkipError(f"{name!r} is declared as shared but neither in stash= nor in pop=; name it there too")
 
     def decorate(cls: _ModuleClass) -> _ModuleClass:
+        forward = cls.forward
+
+        @functools.wraps(forward)
+        def drive(self: nn.Module, *args: Structure, **kwargs: Structure) -> Structure:
+            return _carry_out(self, forward(self, *args, **kwargs))
+
         cls._skip_declaration = (stashes, pops, frozenset(shares))  # type: ignore[attr-defined]
-        cls.forward = _with_commands(cls.forward)
+        cls.forward = drive
         cls.isolate = isolate  # type: ignore[attr-defined]
         return cls
 
@@ -248,8 +238,7 @@ def isolate(module: _Module, namespace: Namespace, only: str | Iterable[str] | N
 
 
 def _namespaces(module: nn.Module) -> dict[str, Namespace]:
-    namespaces: dict[str, Namespace] = module.__dict__.get("_skip_namespaces", {})
-    return namespaces
+    return module.__dict__.get("_skip_namespaces", {})  # type: ignore[no-any-return]
 
 
 def declaration_of(module: nn.Module) -> Declaration | None:
@@ -262,14 +251,6 @@ def declaration_of(module: nn.Module) -> Declaration | None:
     namespaces = _namespaces(module)
     stashes, pops, shared = ([(namespaces.get(name), name) for name in names] for names in declared)
     return Declaration(tuple(stashes), tuple(pops), frozenset(shared))
-
-
-def _with_commands(forward: Callable[..., Structure]) -> Callable[..., Structure]:
-    @functools.wraps(forward)
-    def drive(self: nn.Module, *args: Structure, **kwargs: Structure) -> Structure:
-        return _carry_out(self, forward(self, *args, **kwargs))
-
-    return drive
 
 
 def _carry_out(module: nn.Module, result: Structure) -> Structure:
@@ -304,10 +285,10 @@ def _carry_out(module: nn.Module, result: Structure) -> Structure:
             answer = store.take(full, shared=full in declaration.shared)
         else:
             raise TypeError(f"{name}.forward yielded {command!r}; yield stash(name, value) or pop(name)")
-    if missing := [skip for skip, full in stashes.items() if full not in stashed]:
-        raise RuntimeError(f"{name} declares {_quote(missing)} in stash= but its forward did not stash it")
-    if pops:
-        raise RuntimeError(f"{name} declares {_quote(pops)} in pop= but its forward did not pop it")
+    missing = [skip for skip, full in stashes.items() if full not in stashed]
+    for names, verb in ((missing, "stash"), (list(pops), "pop")):
+        if names:
+            raise RuntimeError(f"{name} declares {names} in {verb}= but its forward did not {verb} it")
     for full, value in stashed.items():
         store.put(full, value, shared=full in declaration.shared)
     return result
@@ -352,26 +333,19 @@ def verify_skippables(module: nn.Module) -> None:
         for name in (name for name in declaration.stashes if name not in both):
             earlier = stashed_by.setdefault(name, path)
             if earlier != path:
-                faults.append(
-                    f"{name[1]!r} is stashed by {earlier!r} and again by {path!r}; isolate them into two namespaces"
-                )
+                cure = "isolate them into two namespaces"
+                faults.append(f"{name[1]!r} is stashed by {earlier!r} and again by {path!r}; {cure}")
         for name in (name for name in declaration.pops if name not in both):
             if name not in stashed_by:
                 faults.append(f"{name[1]!r} is popped by {path!r} but no earlier module stashes it")
                 continue
             earlier = popped_by.setdefault(name, path)
             if earlier != path and name not in shared:
-                faults.append(
-                    f"{name[1]!r} is popped by {earlier!r} and again by {path!r}; declare it in shared=, or isolate "
-                    "them into two namespaces"
-                )
+                cure = "declare it in shared=, or isolate them into two namespaces"
+                faults.append(f"{name[1]!r} is popped by {earlier!r} and again by {path!r}; {cure}")
     for name, path in stashed_by.items():
         if name not in popped_by:
             cure = f"@ab.skippable(pop=[{name[1]!r}])"
             faults.append(f"{name[1]!r} is stashed by {path!r} but no later module pops it, or it lacks {cure}")
     if faults:
         raise SkipError("skips that do not match:\n" + "\n".join(f"* {fault}" for fault in faults))
-
-
-def _quote(names: Iterable[str]) -> str:
-    return ", ".join(repr(name) for name in names)

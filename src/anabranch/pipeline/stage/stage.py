@@ -23,6 +23,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -40,6 +41,7 @@ from anabranch.pipeline.stage.packet import (
     Packet,
     Watched,
     check_unchanged,
+    cloned,
     cut,
     enter,
     mark_doubled,
@@ -50,10 +52,15 @@ from anabranch.pipeline.stage.partition import Layer, Route
 from anabranch.pipeline.stage.random_streams import drawing_from
 from anabranch.pipeline.stage.skips import SkipName, SkipStore, using_store
 from anabranch.pipeline.stage.weight_split import SplitBackward
-from anabranch.tensors import Structure, map_structure, unflatten
+from anabranch.tensors import Structure, unflatten
 
 Fingerprints = list[object]
 """For each leaf of some outputs a small tensor that shows a change, or a plain value itself."""
+
+SHARED_CURE = (
+    "put the layers that share it into one stage, or give each its own; of a split model, example= tells which stages "
+    "use it"
+)
 
 OUTSIDE = -1
 """The number of the caller as a stage: it gives the inputs and takes the output."""
@@ -164,10 +171,10 @@ class StagePlan:
         sizes: the rows of the microbatches.
         recompute: the stages and microbatches that keep no activations.
         split_backward: the schedule has actions of their own for weights.
-        loose: what its stages read past their placeholders.
         records: a backward may follow.
         outside: the caller's memory, as of ``memory_of``, if a stage runs forward again.
         split: the programs of a split model.
+        loose: what its stages read past their placeholders.
         context: the caller's context variables, for a second forward, which may begin after they have changed.
     """
 
@@ -177,10 +184,10 @@ class StagePlan:
     sizes: Sequence[int]
     recompute: frozenset[tuple[int, int]]
     split_backward: bool
-    loose: LooseLeaves
     records: bool
     outside: Container[int] = ()
     split: SplitCall | None = None
+    loose: LooseLeaves = field(default_factory=LooseLeaves)
     context: Context = field(default_factory=copy_context)
 
 
@@ -241,8 +248,8 @@ class StageRun:
         if recompute:
             assert self._state is not None
             here.state, here.experts = self._state.take(), FirstForward()
-            if self.head is not None:  # a copy, because a loss may change its target in place
-                here.target = map_structure(_copied, self.head.targets[i])
+            if self.head is not None:  # a loss may change its target in place
+                here.target = cloned(self.head.targets[i])
             here.inputs = _kept(inputs, self.plan.outside)
         common = self.stage.common
         versions = [(n, t, t._version) for n, t in common.items() if type(t) in _VERSIONED] if common else []
@@ -250,12 +257,12 @@ class StageRun:
         for name, tensor, version in versions:
             if tensor._version != version:
                 raise RuntimeError(
-                    f"{name}, which several stages use, was changed in a forward: the stages run different "
-                    "microbatches at once, so each would see another value; put the layers that share it into one "
-                    "stage, or give each its own; of a split model, example= tells which stages use it"
+                    f"{name}, which several stages use, was changed in a forward: they run different microbatches at "
+                    f"once, so each would see another value; {SHARED_CURE}"
                 )
         if recompute:
-            here.batch = [(leaf, leaf._version) for leaf in _tensors({0: inputs.get(OUTSIDE, [])})]
+            leaves = _leaves({OUTSIDE: inputs.get(OUTSIDE, [])})
+            here.batch = [(x, x._version) for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
             here.boxes, here.edges, here.loss_edge = {}, {}, None
         if self.plan.records:
             self._passes[i] = here
@@ -273,21 +280,18 @@ class StageRun:
         """
         here = self._passes[i]
         if any(leaf._version != version for leaf, version in here.batch):
-            raise RuntimeError(
-                f"the input of stage {self.stage.index} was changed in place after its forward, which other "
-                "microbatches still read; leave the batch as it is until backward is done"
-            )
+            what = f"the input of stage {self.stage.index} was changed in place after its forward"
+            raise RuntimeError(f"{what}, which other microbatches still read; leave it alone until backward ends")
         inputs = _kept(here.inputs, self.plan.outside, again=True)  # another backward may follow
         first = here.fingerprints
         assert self._state is not None
         with self._state.restored(here.state):
             self.plan.context.copy().run(self._run, i, inputs, here, again=True)
-        if not same(first, here.fingerprints):
+        if len(first) != len(here.fingerprints) or not all(map(_same, first, here.fingerprints)):
             raise RuntimeError(
-                f"stage {self.stage.index} returned other values when it ran forward again on microbatch {i}, so its "
-                "gradients would be wrong: a layer or the loss has state in a list, a global variable or a generator "
-                "of its own, or calls something that has changed; keep state in buffers, or "
-                'use checkpoint="never"'
+                f"stage {self.stage.index} returned other values when it ran forward again on microbatch {i}: a layer "
+                "or the loss has state in a list, a global variable or a generator of its own, or calls what has "
+                'changed; keep state in buffers, or use checkpoint="never"'
             )
 
     def _run(self, i: int, inputs: Messages, here: _Pass, *, again: bool = False) -> Messages:
@@ -326,7 +330,7 @@ class StageRun:
                     ends = [edge.node for edge in here.edges[OUTSIDE][0] if edge is not None]
                     plan.loose.set_aside(here.loss_edge.node, ends)
             if here.experts is not None:
-                here.fingerprints = fingerprints([*_leaves(outputs), self.losses.get(i)])
+                here.fingerprints = list(map(_fingerprint, [*_leaves(outputs), self.losses.get(i)]))
             packets = [packet for those in outputs.values() for packet in those]
             if self._buffers or watched or len(packets) > 1 or len(packets[0].leaves) > 1:
                 mark_doubled(packets, watched, self._buffers)
@@ -376,10 +380,8 @@ class StageRun:
         assert store is not None
         assert isinstance(route, tuple)
         if route not in store:
-            raise RuntimeError(
-                f"stage {self.stage.index} declares the skip {route[1]!r} for a later stage but none of its modules "
-                "ran to stash it"
-            )
+            what = f"stage {self.stage.index} declares the skip {route[1]!r} for a later stage"
+            raise RuntimeError(f"{what} but none of its modules ran to stash it")
         return store.take(route, shared=True)
 
     def _loss(self, head: Head, output: Structure, target: Structure, weight: float) -> Tensor:
@@ -434,11 +436,11 @@ class StageRun:
         starts: list[GradientEdge] = []
         roots: list[Tensor] = []
         for target, routed in here.edges.items():
-            for edges, grads in zip(routed, gradients.get(target, ()), strict=False):
-                for edge, grad in zip(edges, grads, strict=True):
-                    if edge is not None and grad is not None:
-                        starts.append(edge)
-                        roots.append(grad.to(device, non_blocking=device.type == "cuda"))
+            arrived = chain.from_iterable(gradients.get(target, ()))
+            for edge, grad in zip(chain.from_iterable(routed), arrived, strict=False):
+                if edge is not None and grad is not None:
+                    starts.append(edge)
+                    roots.append(grad.to(device, non_blocking=device.type == "cuda"))
         if here.loss_edge is not None:
             assert self.head is not None
             starts.append(here.loss_edge)
@@ -512,16 +514,8 @@ def _kept(inputs: Messages, outside: Container[int], *, again: bool = False) -> 
     return {source: [packet.kept(outside, again=again) for packet in packets] for source, packets in inputs.items()}
 
 
-def _tensors(messages: Messages) -> list[Tensor]:
-    return [leaf for leaf in _leaves(messages) if isinstance(leaf, Tensor) and not leaf.is_inference()]
-
-
 def _leaves(messages: Messages) -> list[object]:
     return [leaf for packets in messages.values() for packet in packets for leaf in packet.leaves]
-
-
-def _copied(leaf: object) -> object:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 # The second forward of a microbatch: whether this is one, and whether it returned the same values.
@@ -540,23 +534,16 @@ def is_recomputing() -> bool:
     return runs_again()
 
 
-def fingerprints(leaves: Sequence[object]) -> Fingerprints:
-    """Return the fingerprints of ``leaves``, to be compared with ``same``."""
-    return [_combined(leaf) if isinstance(leaf, Tensor) else _text(leaf) for leaf in leaves]
-
-
-def _text(leaf: object) -> str:
-    return repr(leaf) if isinstance(leaf, int | float) else type(leaf).__name__
-
-
-def _combined(tensor: Tensor) -> Tensor | None:
-    """Return a random combination of the numbers of each row.
+def _fingerprint(leaf: object) -> Tensor | str | None:
+    """Return of a tensor a random combination of the numbers of each row.
 
     Not ``torch.hash_tensor``, which takes eight times as long, and in which equal numbers cancel in pairs.
     """
-    if type(tensor) is not Tensor or tensor.layout != torch.strided:
+    if not isinstance(leaf, Tensor):
+        return repr(leaf) if isinstance(leaf, int | float) else type(leaf).__name__
+    if type(leaf) is not Tensor or leaf.layout != torch.strided:
         return None
-    x = tensor.detach() if tensor.ndim else tensor.detach()[None]
+    x = leaf.detach() if leaf.ndim else leaf.detach()[None]
     if x.itemsize < 2 or not (x.is_floating_point() or x.is_complex()):
         x = x.double()
     n = x.shape[-1]
@@ -569,12 +556,8 @@ def _weights(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.randn(n, generator=generator, device="cpu", dtype=torch.float64).to(device, dtype)
 
 
-def same(first: Fingerprints, again: Fingerprints) -> bool:
-    """Return True if two forwards returned the same values, up to the order of their sums."""
-    return len(first) == len(again) and all(map(_same, first, again))
-
-
 def _same(one: object, other: object) -> bool:
+    """Return True for the fingerprints of the same value, up to the order of its sums."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return one is other or (isinstance(one, str) and one == other)
     if one.shape != other.shape or one.dtype != other.dtype:

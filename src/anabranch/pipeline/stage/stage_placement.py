@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from anabranch.autodiff.moved_parameter import Elsewhere, Switch, put_elsewhere
+from anabranch.choices import choice
 from anabranch.errors import PipelineError
 from anabranch.liveness.meeting import interruptible
 from anabranch.pipeline.engine import Observed
@@ -21,7 +22,7 @@ from anabranch.pipeline.schedule import PipeSchedules, Schedule
 from anabranch.pipeline.stage.balance import balance_by_size, balance_by_time
 from anabranch.pipeline.stage.partition import Layer, Route, declarations, route_skips
 from anabranch.pipeline.stage.random_streams import refuse_undrawable
-from anabranch.pipeline.stage.stage import OUTSIDE, Stage
+from anabranch.pipeline.stage.stage import OUTSIDE, SHARED_CURE, Stage
 from anabranch.tensors import Structure
 
 _CURE = (
@@ -39,20 +40,18 @@ def find_balance(
     group: dist.ProcessGroup | None,
 ) -> list[int]:
     """Return the number of layers of each stage, by their time or their size."""
-    finders = {"time": balance_by_time, "size": balance_by_size}
-    if by not in finders:
-        raise ValueError(f"balance is a list, 'time' or 'size', got {by!r}")
+    find = {"time": balance_by_time, "size": balance_by_size}[choice("balance", by, ("time", "size"))]
     if sample is None or places is None:
         raise ValueError(f"balance={by!r} needs sample= (a batch like a microbatch), and devices= or process_group=")
     name = schedule if isinstance(schedule, str) else schedule.name
     n = places * (2 if name in ("ZBV", "Interleaved1F1B") else 1)
     if group is None:
-        return finders[by](n, module, sample)
+        return find(n, module, sample)
     # Measured on one rank, because all must split equally; zeros mean that it failed.
     sizes = torch.zeros(n, dtype=torch.int64, device="cpu")
     try:
         if dist.get_rank(group) == 0:
-            sizes = torch.tensor(finders[by](n, module, sample), device="cpu")
+            sizes = torch.tensor(find(n, module, sample), device="cpu")
     finally:
         interruptible(partial(dist.broadcast, sizes, group=group, group_src=0))
     if not sizes.any():
@@ -78,10 +77,9 @@ def describe_split(split: Sequence[Sequence[Layer]], schedules: PipeSchedules, h
     """Return the facts that must be equal on every rank: otherwise messages would be misrouted, or layers run twice or
     not at all.
     """
-    for layer in (layer for j in here for layer in split[j]):
-        for parameter in layer.module.parameters():
-            if type(parameter) is Elsewhere:
-                return f"{parameter.what}; {parameter.cure}"
+    for parameter in (parameter for j in here for layer in split[j] for parameter in layer.module.parameters()):
+        if type(parameter) is Elsewhere:
+            return f"{parameter.what}; {parameter.cure}"
     names = [[layer.name for layer in layers] for layers in split]
     return f"{list(map(len, split))} layers under {schedules.name}: {names} {schedules.rank_of} {schedules.schedule}"
 
@@ -104,16 +102,14 @@ def find_ties(split: Sequence[Sequence[Layer]], rank_of: Sequence[int], group: d
     """
     rank = dist.get_rank(group)
     ranks: dict[nn.Parameter, set[int]] = {}
-    for j, layers in enumerate(split):
-        for layer in layers:
-            for parameter in layer.module.parameters():
-                ranks.setdefault(parameter, set()).add(rank_of[j])
+    for j, layer in ((j, layer) for j, layers in enumerate(split) for layer in layers):
+        for parameter in layer.module.parameters():
+            ranks.setdefault(parameter, set()).add(rank_of[j])
     tied = [(parameter, sorted(users)) for parameter, users in ranks.items() if len(users) > 1]
     for parameter, users in tied:
-        lacks = isinstance(parameter, Elsewhere)
-        values = (
-            torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu") if lacks else parameter.detach().cpu()
-        )
+        values = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+        if not isinstance(parameter, Elsewhere):
+            values.copy_(parameter.detach())
         interruptible(partial(dist.broadcast, values, group=group, group_src=users[0]))
         if rank in users:
             parameter.data.copy_(values)
@@ -146,7 +142,8 @@ def place_stages(
 ) -> list[Stage]:
     """Return the stages, those of this process on their devices."""
     if devices is not None:
-        places = [_numbered(torch.device(name)) for name in devices]
+        # With an index: "cuda" is the current CUDA device, as tensors name it.
+        places = [torch.empty(0, device=name).device for name in devices]
     elif len(here) < len(split):
         places = [_device_of([split[j] for j in here])] * (max(rank_of) + 1)
     else:
@@ -174,12 +171,12 @@ def place_stages(
 def _common_tensors(split: Sequence[Sequence[Layer]]) -> list[dict[str, torch.Tensor]]:
     """Return for each stage the parameters and buffers that others use too, by name."""
     tensors: list[dict[str, torch.Tensor]] = [{} for _ in split]
-    for j, layers in enumerate(split):
+    for of_stage, layers in zip(tensors, split, strict=True):
         for layer in layers:
-            tensors[j].update(layer.module.named_parameters(layer.name))
-            tensors[j].update(layer.module.named_buffers(layer.name))
-    uses = Counter(id(tensor) for held in tensors for tensor in {id(t): t for t in held.values()}.values())
-    return [{name: t for name, t in held.items() if uses[id(t)] > 1 and not t.is_inference()} for held in tensors]
+            of_stage.update(layer.module.named_parameters(layer.name))
+            of_stage.update(layer.module.named_buffers(layer.name))
+    uses = Counter(key for of_stage in tensors for key in set(map(id, of_stage.values())))
+    return [{name: t for name, t in one.items() if uses[id(t)] > 1 and not t.is_inference()} for one in tensors]
 
 
 def _check_devices(common: Mapping[int, Mapping[str, torch.Tensor]], devices: Mapping[int, torch.device]) -> None:
@@ -189,17 +186,7 @@ def _check_devices(common: Mapping[int, Mapping[str, torch.Tensor]], devices: Ma
         for name, tensor in tensors.items():
             place = places.setdefault(id(tensor), devices[j])
             if place != devices[j] and isinstance(tensor, nn.Parameter):
-                raise ValueError(
-                    f"{name} is used by stages on {place} and {devices[j]}; put the layers that share it into one "
-                    "stage, or give each its own; of a split model, example= tells which stages use it"
-                )
-
-
-def _numbered(device: torch.device) -> torch.device:
-    """``device`` with an index: ``"cuda"`` is the current CUDA device, as tensors name it."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+                raise ValueError(f"{name} is used by stages on {place} and {devices[j]}; {SHARED_CURE}")
 
 
 def _device_of(stages: Sequence[Sequence[Layer]]) -> torch.device:
@@ -208,14 +195,12 @@ def _device_of(stages: Sequence[Sequence[Layer]]) -> torch.device:
 
 
 def _default_devices(split: Sequence[Sequence[Layer]], count: int) -> list[torch.device]:
-    if _device_of(split).type == "cuda":
-        available = torch.cuda.device_count()
-        if available < count:
-            raise ValueError(
-                f"{count} stages need {count} CUDA devices, but there are {available}; name devices= to share them"
-            )
-        return [torch.device("cuda", index) for index in range(count)]
-    return [torch.device("cpu")] * count
+    if _device_of(split).type != "cuda":
+        return [torch.device("cpu")] * count
+    available = torch.cuda.device_count()
+    if available < count:
+        raise ValueError(f"{count} stages need as many CUDA devices, there are {available}; share them by devices=")
+    return [torch.device("cuda", index) for index in range(count)]
 
 
 _HEADINGS = ("stage", "rank", "device", "layers", "parameters", "forward", "backward", "to next", "skips")
@@ -246,14 +231,5 @@ def _row(stage: Stage, rank: int, observed: Observed) -> tuple[str, ...]:
         if target != OUTSIDE and route is not None
     )
     skips = [text if count == 1 else f"{count} x {text}" for text, count in sent.items()]
-    return *cells, _show_bytes(observed.sent_bytes.get((j, j + 1)) or None), "; ".join(skips) or "-"
-
-
-def _show_bytes(size: float | None) -> str:
-    if size is None:
-        return "-"
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} GiB"
+    size = observed.sent_bytes.get((j, j + 1))
+    return *cells, f"{size:,} B" if size else "-", "; ".join(skips) or "-"

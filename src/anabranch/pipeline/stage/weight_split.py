@@ -92,14 +92,11 @@ class SplitBackward:
         if self._whole:
             sweep(self.edges, self.grads, keep=keep)
         for split_point in self._split_points:
-            reached = [(k, grad) for k, grad in enumerate(split_point.arrived) if grad is not None]
-            if not reached:
-                continue
-            leaves = _without_matrix(split_point)
-            if leaves:
-                edges = [GradientEdge(split_point.node, k) for k, _ in reached]
+            reached = {k: grad for k, grad in enumerate(split_point.arrived) if grad is not None}
+            if reached and (leaves := _without_matrix(split_point)):
+                edges = [GradientEdge(split_point.node, k) for k in reached]
                 # Retained: a node of the weight side may serve several split points. All are freed with this object.
-                sweep(edges, [grad for _, grad in reached], keep=True, inputs=leaves)
+                sweep(edges, list(reached.values()), keep=True, inputs=leaves)
 
 
 def _without_matrix(split_point: _SplitPoint) -> list[Tensor]:
@@ -120,11 +117,8 @@ def _without_matrix(split_point: _SplitPoint) -> list[Tensor]:
         return leaves
     x, grad = node._saved_mat1, split_point.arrived[0]  # type: ignore[attr-defined]
     assert grad is not None
-    if any(
-        tensor.layout is not torch.strided or tensor.dtype != weight.grad.dtype for tensor in (x, grad, weight.grad)
-    ):
-        return leaves
-    if x.is_complex():  # addmm_ would need its conjugate
+    alike = all(one.layout is torch.strided and one.dtype == weight.grad.dtype for one in (x, grad, weight.grad))
+    if not alike or x.is_complex():  # addmm_ would need its conjugate
         return leaves
     with torch.no_grad():
         weight.grad.addmm_(grad.t(), x)
