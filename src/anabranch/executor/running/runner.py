@@ -95,7 +95,7 @@ class StepRunner:
             type(one).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(one) for one in optimizers
         )
         self._held = [p for optimizer in step.optimizers for p in parameters_of(optimizer)]
-        self._known = {*step.model.parameters(), *self._held}  # to others too
+        self._known = {*step.model.parameters(), *self._held}
         self._calls = 0  # failed ones too: a worker that caught its own error is one ahead of the others
         self.stop_seen = False  # a worker had asked to stop before the last run; the same on all workers
         self.newcomers, self.newcomers_seen = False, False  # they wait: this worker, or any before the last run, saw it
@@ -465,34 +465,21 @@ class StepRunner:
             parameter.grad = None
 
     def _follow_optimizers(self) -> None:
-        """Add parameters of the model that were newly given to an optimizer.
+        """Take note of parameters that were given to an optimizer, or taken from it.
 
         Raises:
-            ValueError: a parameter that is not the model's, or one that others would have to know of.
+            ValueError: one that the model did not have.
         """
-        held: list[Tensor] = []
-        for optimizer in self.step.optimizers:
-            for group in optimizer.param_groups:
-                held += group["params"]
+        held = [p for optimizer in self.step.optimizers for group in optimizer.param_groups for p in group["params"]]
         if identical(held, self._held):
             return
-        now = {*parameters_here(self.step.model).values()}
-        added = [(o, p) for o in self.step.optimizers for p in parameters_of(o) if p not in self._known]
-        alone = self._workers is None and not self._servers and self.in_window == 0
-        for optimizer, parameter in added:
-            if parameter not in now or not alone:
-                raise ValueError(
-                    f"{type(optimizer).__name__} was given a parameter of shape {tuple(parameter.shape)} that the "
-                    f"model {'did not have when the Executor was made' if parameter in now else 'does not have'}; "
-                    "make a new TrainStep and Executor"
-                )
-        if added:
-            if self.engine.settle():
-                self._uncount()
-            self._known.update(parameter for _, parameter in added)
-            self._layout = None
-            vars(self).pop("_parameters", None)
-            self.engine.follow_model()
+        for optimizer in self.step.optimizers:
+            for parameter in parameters_of(optimizer):
+                if parameter not in self._known:
+                    raise ValueError(
+                        f"{type(optimizer).__name__} was given a parameter of shape {tuple(parameter.shape)} that the "
+                        "model did not have when the Executor was made; make a new TrainStep and Executor"
+                    )
         self._held = held
 
     def _check_thawed(self) -> None:

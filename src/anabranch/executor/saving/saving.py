@@ -156,8 +156,7 @@ class Saver:
         self._runners = runners
         self._workers = None if workers is None or not workers.several else workers
         self._pipes = {prefix: model for prefix, model in self._models.items() if isinstance(model, Pipe)}
-        # By the names of now: other workers know no parameters that are added later.
-        self._first_parameters = {name: names_of(step.model) for name, step in self._steps.items()}
+        self._parameters = {name: names_of(step.model) for name, step in self._steps.items()}
         self._stages, self._moved = stages, [] if remote is None else remote.moved
         self._call = "save"
         self._run = RunName(shared=workers is not None)
@@ -187,11 +186,6 @@ class Saver:
             encode(checkpoint.split(state)[0])
         except ValueError as error:
             raise ValueError(f"{error}; or give what holds it a state_dict() without it") from None
-
-    def _parameters(self, step: str) -> dict[str, Tensor]:
-        """Return a step's parameters by name; only a worker alone may add some after construction."""
-        first = self._first_parameters[step]
-        return first if self.remote is not None or self._size > 1 else first | names_of(self._steps[step].model)
 
     # Saving.
 
@@ -401,7 +395,7 @@ class Saver:
     def _optimizers(self, elsewhere: Mapping[Tensor, dict[str, object]]) -> dict[str, list[OptimizerState]]:
         states: dict[str, list[OptimizerState]] = {}
         for name, step in self._steps.items():
-            named = [(one, parameter_names(one, self._parameters(name))) for one in step.optimizers]
+            named = [(one, parameter_names(one, self._parameters[name])) for one in step.optimizers]
             states[name] = [by_parameter_name(optimizer, names, elsewhere) for optimizer, names in named]
         return states
 
@@ -433,7 +427,7 @@ class Saver:
         """Return what freezes a layer: an object and its attribute; no layers of a model wholly in eval mode."""
         switches: dict[str, tuple[object, str]] = {}
         for step, training in self._steps.items():
-            for name, parameter in self._parameters(step).items():
+            for name, parameter in self._parameters[step].items():
                 switches[f"{step}.{name}.requires_grad"] = parameter, "requires_grad"
             layers = dict(training.model.named_modules() if training.model.training else ())
             for prefix, pipe in [pair for pair in layers.items() if isinstance(pair[1], Pipe)]:
@@ -640,7 +634,7 @@ class Saver:
         for name, what, entry, optimizer in self._matched(saved, "optimizer"):
             model = self._steps[name].model
             here = names_of(model) if isinstance(model, Pipe) and model.elsewhere else None
-            names = parameter_names(optimizer, self._parameters(name))
+            names = parameter_names(optimizer, self._parameters[name])
             plans.append((optimizer, by_position(entry, optimizer, names, here, what)))
         return plans
 
