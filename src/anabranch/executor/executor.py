@@ -31,7 +31,7 @@ from anabranch.executor.engines.engine import NOTHING, Engine, Fetch, StepOutput
 from anabranch.executor.engines.graph_engine import GraphEngine
 from anabranch.executor.engines.pipe_engine import PipeEngine, check_pipes, join_pipelines
 from anabranch.executor.evaluation import Evaluator, evaluate
-from anabranch.executor.likeness import Drift, FirstBatches, check_alike, first_ranks_buffers, share_parameters
+from anabranch.executor.likeness import Drift, check_alike, compare_first_batches, first_ranks_buffers, share_parameters
 from anabranch.executor.loaders.batches import Batches
 from anabranch.executor.loaders.leaf_ids import LeafIds
 from anabranch.executor.loaders.loading import BoundLoader
@@ -327,16 +327,13 @@ class Executor:
         known = [route.parameter for route in spec.routes]
         for prefix, model in spec.models.items():
             known += [prefix + other for other in model.elsewhere] if isinstance(model, Pipe) else []
-        first = None
-        if self._workers is not None and self._workers.several:
-            first = FirstBatches(name, self._workers, together=workers is not None)
         return StepRunner(
             step,
             engine(step, sinks),
             workers,
             buckets,
             windows,
-            first,
+            None if workers is None else partial(compare_first_batches, workers, name),
             drift,
             number=number,
             ids=None if remote is None else LeafIds(step.ids, known, remote.rows),
@@ -594,6 +591,7 @@ class Executor:
         finally:
             if self._remote is not None:
                 self._remote.tables.end(self._remote.clock)
+                self._remote.tables.lookups = None
         if self._remote is not None:
             self._read_applied(self._remote, runner)
         assert ran is not None

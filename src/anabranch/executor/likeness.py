@@ -1,4 +1,5 @@
-"""Are the workers alike? ``check_alike`` asks before the first step, ``FirstBatches`` in it, ``Drift`` later on.
+"""Are the workers alike? ``check_alike`` asks before the first step, ``compare_first_batches`` in it, ``Drift``
+later on.
 
 Before the first step each worker describes its models and loaders in lines of text, which are exchanged and compared.
 Every worker steps its own optimizers with the averaged gradients, so the parameters stay equal only if the optimizers
@@ -17,7 +18,7 @@ import math
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import zip_longest
 from types import MappingProxyType, NoneType
 from typing import TypeVar, cast
@@ -161,56 +162,30 @@ def _send_first(workers: Workers, tensors: Collection[Tensor], operation: str = 
                 tensor.copy_(value)
 
 
-class FirstBatches:
-    """Compares the batches of the workers' first runs of a step, which are the same where nobody shares the data out.
+def compare_first_batches(workers: Workers, name: str, rows: float, batch: Structure | None) -> Tensor | None:
+    """Return the rows of each worker's batch, unless all are 0; warn where the batches are the same.
 
     Args:
+        workers: several, each of which calls this in its first run of the step.
         name: of the step.
-        workers: several.
-        together: the workers wait for each other in each run; else each looks in its runs for what the others left.
+        rows: of this worker's batch.
+        batch: the same on all workers where nobody shares the data out.
     """
-
-    def __init__(self, name: str, workers: Workers, *, together: bool) -> None:
-        self._name, self._workers, self._together = name, workers, together
-        self._left = False
-
-    def exchange(self, rows: float, batch: Structure | None) -> Tensor | None:
-        """Return the rows of each worker's batch once they are known and not all 0."""
-        workers, digest = self._workers, 0 if self._left or not rows > 0 else digest_of(batch)
-        mine = torch.tensor([rows, digest], dtype=torch.float64, device="cpu")
-        if self._together:
-            everyone = workers.all_gather(mine, operation="all_gather of rows")
-        else:
-            texts = self._others_texts(mine.numpy().tobytes().hex())
-            if texts is None:
-                return None
-            everyone = torch.frombuffer(bytearray.fromhex("".join(texts)), dtype=torch.float64).view(-1, 2)
-        counts, size = everyone[:, 0], len(everyone)
-        if not counts.any():
-            return None
-        each = f"{counts[0]:g}" if bool((counts == counts[0]).all()) else "/".join(f"{count:g}" for count in counts)
-        if workers.rank == 0:
-            _log.info("%s: %d workers x %s rows = %g rows a step", self._name, size, each, counts.sum())
-        if size > 1 and counts.all() and everyone[0, 1] and bool((everyone == everyone[0]).all()):
-            warnings.warn(
-                f"all {size} workers run {self._name!r} on the same batch, so every row counts {size} times; let "
-                "ab.loaders.GlobalBatches share the data out, or give each worker rows of its own",
-                stacklevel=9,  # where the script calls Executor.run
-            )
-        return counts
-
-    def _others_texts(self, mine: str) -> list[str] | None:
-        """Leave this worker's text once, and return everyone's; ``None`` until all have left theirs."""
-        workers = self._workers
-        assert workers.store is not None
-        keys = [f"first batch of {self._name}/{rank}" for rank in workers.ranks]
-        with suppress(RuntimeError):  # the process that holds the store has ended, for which nobody here waits
-            if not self._left:
-                workers.store.set(keys[workers.rank], mine)
-                self._left = True
-            if workers.store.check(keys):
-                return [text.decode() for text in workers.store.multi_get(keys)]
+    mine = torch.tensor([rows, digest_of(batch) if rows > 0 else 0], dtype=torch.float64, device="cpu")
+    everyone = workers.all_gather(mine, operation="all_gather of rows")
+    counts, size = everyone[:, 0], len(everyone)
+    if not counts.any():
         return None
+    each = f"{counts[0]:g}" if bool((counts == counts[0]).all()) else "/".join(f"{count:g}" for count in counts)
+    if workers.rank == 0:
+        _log.info("%s: %d workers x %s rows = %g rows a step", name, size, each, counts.sum())
+    if size > 1 and counts.all() and everyone[0, 1] and bool((everyone == everyone[0]).all()):
+        warnings.warn(
+            f"all {size} workers run {name!r} on the same batch, so every row counts {size} times; let "
+            "ab.loaders.GlobalBatches share the data out, or give each worker rows of its own",
+            stacklevel=9,  # where the script calls Executor.run
+        )
+    return counts
 
 
 def digest_of(batch: Structure) -> int:
@@ -260,32 +235,30 @@ class Drift:
         self._routes = spec.routes.at(Place.WORKERS) if spec.routes.all_reduces else []
         self._warned = False
 
-    def check(self, first: int, last: int) -> None:
-        """Compare; every worker calls it.
+    def find(self, first: int, last: int) -> WorkersDiffer | None:
+        """Return the error of all workers if they differ; every worker calls it.
 
         Args:
             first: the step at which they were last known to be equal.
             last: the present step.
-
-        Raises:
-            WorkersDiffer: on all workers.
         """
         names, ranks = self._differing()
         if self._everyone is not self._workers:
             stages = exchange(self._everyone, [names, ranks], tuple[list[str], list[int]], _COMPARISON)
             names = list(dict.fromkeys(name for stage, _ in stages for name in stage))
             ranks = sorted({rank for _, stage in stages for rank in stage})
-        if names:
-            raise WorkersDiffer(
-                f"{listed(names)} on {rank_names(ranks)} differ from rank 0's at step {last}, and did not at step "
-                f"{first}. Something writes them on one worker, or differently on each: a "
-                "forward that writes parameters, an optimizer in a hook, load_state_dict or a learning rate on one "
-                "rank, a scheduler that follows each worker's own metric, random numbers in on_gradients. Do the same "
-                "on all workers, or make what each worker owns a buffer, and continue from the last checkpoint",
-                parameters=tuple(names),
-                ranks=tuple(ranks),
-                steps=(first, last),
-            )
+        if not names:
+            return None
+        return WorkersDiffer(
+            f"{listed(names)} on {rank_names(ranks)} differ from rank 0's at step {last}, and did not at step "
+            f"{first}. Something writes them on one worker, or differently on each: a "
+            "forward that writes parameters, an optimizer in a hook, load_state_dict or a learning rate on one "
+            "rank, a scheduler that follows each worker's own metric, random numbers in on_gradients. Do the same "
+            "on all workers, or make what each worker owns a buffer, and continue from the last checkpoint",
+            parameters=tuple(names),
+            ranks=tuple(ranks),
+            steps=(first, last),
+        )
 
     def _parameters(self) -> dict[str, Tensor]:
         trained = {parameter for step in self._spec.training.values() for parameter in step.model.parameters()}

@@ -363,6 +363,7 @@ class RemotePart:
         expected: Mapping[str, Tensor] | None = None,
         between: Callable[[], None] | None = None,
         keeps_reads: bool = False,
+        watches: bool = False,
     ) -> None:
         """Begin a run or an evaluation, with the copies read again if they are not recent enough for it.
 
@@ -372,6 +373,7 @@ class RemotePart:
             expected: ids by table that the run is expected to look up.
             between: called when the step has read as often as the previous one did.
             keeps_reads: keep the rows for a second forward.
+            watches: note what is looked up.
 
         Raises:
             LostUpdate: a local copy of a parameter on the servers was changed.
@@ -397,6 +399,7 @@ class RemotePart:
                 move.check()
         self.tables.keeps_reads = keeps_reads
         self.tables.begin(self.clock, training=training, between=between)
+        self.tables.lookups = [] if watches else None
         if due:
             self._refresh(waits=training)
             if training and not self.whole.names and not self.consistency.merges and lag is not None:

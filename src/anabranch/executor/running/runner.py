@@ -27,10 +27,10 @@ from torch.optim import Optimizer
 from anabranch.autodiff.moved_parameter import Switch, from_within, parameters_here
 from anabranch.choices import listed
 from anabranch.collectives import GradientBuckets, Workers
-from anabranch.errors import BoundaryError, NonFinite, WorkersDiffer
+from anabranch.errors import BoundaryError, NonFinite
 from anabranch.executor.engines.engine import NOTHING, Engine, Fetch, StepOutput
 from anabranch.executor.engines.gradients import LossScale, clip_scale, clip_values, elements, nonfinite_error
-from anabranch.executor.likeness import Drift, FirstBatches, exchange
+from anabranch.executor.likeness import Drift, exchange
 from anabranch.executor.loaders.leaf_ids import LeafIds
 from anabranch.executor.running.remote import refusal_of
 from anabranch.executor.running.window import RemoteWindow, Total, header, total_of
@@ -53,7 +53,7 @@ class StepRunner:
         workers: the group to average over, of more than one; ``None`` trains alone.
         buckets: sum what is here over runs and workers.
         servers: the window of what of the step is on servers, if anything is.
-        first: compares the workers' first batches, if there are several workers.
+        first: compares the workers' first batches and returns their rows, if there are several workers.
         drift: compares the workers' parameters, if they are to be compared.
         number: of the step among the executor's training steps, the same on all workers.
         ids: learns which rows a batch looks up, if there are tables on servers.
@@ -67,7 +67,7 @@ class StepRunner:
         workers: Workers | None,
         buckets: GradientBuckets,
         servers: Sequence[RemoteWindow],
-        first: FirstBatches | None,
+        first: Callable[[float, Structure | None], Tensor | None] | None,
         drift: Drift | None,
         *,
         number: int,
@@ -150,18 +150,24 @@ class StepRunner:
         if self._workers is not None:
             for servers in self._servers:
                 servers.part.check_unchanged()  # before the others wait for what this worker alone would sum
-            self._broken = True  # unless all workers have frozen the same
-            if self._layout is None:
-                self._compare_frozen()
-            else:
-                # The others are told in a run without rows: they may know of nothing.
-                self._buckets.start_window()
-                self._start_run(None, 0.0, 0.0, refrozen=True)()
-                self._buckets.launch_rest()
-                self._compare_frozen()
-                self._buckets.finish(1.0)
-            self._broken = False
+            with self._in_step():  # unless all workers have frozen the same
+                if self._layout is None:
+                    self._compare_frozen()
+                else:
+                    # The others are told in a run without rows: they may know of nothing.
+                    self._buckets.start_window()
+                    self._start_run(None, 0.0, 0.0, refrozen=True)()
+                    self._buckets.launch_rest()
+                    self._compare_frozen()
+                    self._buckets.finish(1.0)
         self._build(layout)
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """Do what all workers do together: one that fails in it does not know the state of the others any more."""
+        self._broken = self._workers is not None
+        yield
+        self._broken = False
 
     def _compare_frozen(self) -> None:
         """Raise ``ValueError`` on all workers if they have not frozen the same parameters."""
@@ -186,9 +192,8 @@ class StepRunner:
                     f"{', '.join(summed)} was frozen when the Executor was made and is not now; under this consistency "
                     "the workers do not sum gradients among themselves: make a new Executor"
                 )
-        broken, self._broken = self._broken, self._workers is not None  # unless all come to lay out the same buckets
-        self._buckets.lay_out(summed, _sparse_tables(self.step))
-        self._broken = broken
+        with self._in_step():
+            self._buckets.lay_out(summed, _sparse_tables(self.step))
         self.engine.lay_out()
 
     def run(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput:
@@ -225,31 +230,18 @@ class StepRunner:
                 expected=expected,
                 between=self._between,
                 keeps_reads=self.engine.reads_again,
+                watches=self.ids is not None and self.ids.watching,
             )
         if not rows > 0:
             return cast(StepOutput, self._add_nothing(fetch, active=True))
-        with self._learning(), self._window_kept_whole():
+        with self._window_kept_whole():
             ran, total = self._differentiate(batch, rows, fetch)
             self._end_run(total, fetch)
+        for tables in [servers.part.tables for servers in self._servers] if self.ids is not None else ():
+            self.ids.end(tables.lookups or (), tables.unexpected)
         self._raise_at_end()
         self._returned = {}
         return ran if self._workers is None else StepOutput(self._loss_of(total.loss, total.rows), ran.returned)
-
-    @contextmanager
-    def _learning(self) -> Iterator[None]:
-        """Let the lookups of the block be learned from, if it ends without an error."""
-        if self.ids is None:
-            yield
-            return
-        for servers in self._servers:
-            servers.part.tables.lookups = [] if self.ids.watching else None
-        try:
-            yield
-            for servers in self._servers:
-                self.ids.end(servers.part.tables.lookups or (), servers.part.tables.unexpected)
-        finally:
-            for servers in self._servers:
-                servers.part.tables.lookups = None
 
     def _differentiate(self, batch: Structure, rows: float, fetch: Fetch) -> tuple[StepOutput, Total]:
         weight = rows if self._averages else 1.0
@@ -295,14 +287,11 @@ class StepRunner:
         """
         if self._first is None:
             return
-        try:
-            counts = self._first.exchange(rows, batch)
-        except BaseException:
-            self._broken = self._workers is not None
-            raise
+        with self._in_step():
+            counts = self._first(rows, batch)
         if counts is not None:
             self._first = None
-            if self._workers is not None and self.step.reduction == "mean" and self.mean_rows is None:
+            if self.step.reduction == "mean" and self.mean_rows is None:
                 self.mean_rows = (counts.sum() / counts.count_nonzero()).item()
 
     def _end_backward(self) -> None:
@@ -354,13 +343,11 @@ class StepRunner:
     def compare_workers(self) -> None:
         """Raise ``WorkersDiffer`` if the workers' parameters differ by more than rounding; every worker calls it."""
         if self._drift is not None:
-            self._broken = True  # unless the comparison ends, which it does on all workers alike
-            try:
-                self._drift.check(self._alike_at, self.steps)
-            except WorkersDiffer:
-                self._broken = False
-                raise
-            self._alike_at, self._broken = self.steps, False
+            with self._in_step():
+                error = self._drift.find(self._alike_at, self.steps)
+            if error is not None:
+                raise error
+            self._alike_at = self.steps
 
     @contextmanager
     def _window_kept_whole(self) -> Iterator[None]:
