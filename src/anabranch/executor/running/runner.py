@@ -91,9 +91,8 @@ class StepRunner:
         self._broken = False
         self._started = False
         optimizers = step.optimizers
-        self._own_zero_grads = any(
-            type(one).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(one) for one in optimizers
-        )
+        own = (one for one in optimizers if type(one).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(one))
+        self._own_zero_grads = [one.zero_grad for one in own]
         self._held = [p for optimizer in step.optimizers for p in parameters_of(optimizer)]
         self._known = {*step.model.parameters(), *self._held}
         self._calls = 0  # failed ones too: a worker that caught its own error is one ahead of the others
@@ -373,8 +372,8 @@ class StepRunner:
     def _run_whole(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput | None:
         """Run the whole step at once: without sinks nothing is summed."""
         self._follow_optimizers()
-        if self._own_zero_grads:
-            self._call_own_zero_grads()
+        for zero_grad in self._own_zero_grads:
+            zero_grad()
         for parameter in self._held:
             parameter.grad = None
         engine = self.engine
@@ -440,8 +439,8 @@ class StepRunner:
         """Start a window if none is open, and clear the gradients of the last run."""
         self._follow_optimizers()
         if self.in_window == 0:
-            if self._own_zero_grads:
-                self._call_own_zero_grads()
+            for zero_grad in self._own_zero_grads:
+                zero_grad()
             self._lay_out()
             self._buckets.start_window()
             for servers in self._servers:
@@ -479,13 +478,6 @@ class StepRunner:
                     f"{names[parameter]!r} was thawed (requires_grad) inside the loss or in an open accumulation "
                     "window; do it between two optimizer steps"
                 )
-
-    def _call_own_zero_grads(self) -> None:
-        """Call ``zero_grad``, of which an optimizer has its own."""
-        for optimizer in self.step.optimizers:
-            optimizer.zero_grad()
-        if any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in self._held):
-            raise ValueError("zero_grad of an optimizer leaves gradients, to which no step adds; let it clear them")
 
     def _closes_window(self) -> bool:
         return self._closing or self.in_window + 1 == self.step.accumulate
