@@ -16,7 +16,8 @@ from torch.utils.data import DistributedSampler
 from anabranch.collectives import Workers
 from anabranch.executor.engines.engine import NOTHING, Fetch
 from anabranch.executor.engines.graph_engine import Check, Trials, check_results
-from anabranch.executor.likeness import digest_of, exchange, together
+from anabranch.executor.exchange import exchange, together
+from anabranch.executor.likeness import digest_of
 from anabranch.executor.loaders.loading import BoundLoader, samplers_of
 from anabranch.executor.steps import EvalStep
 from anabranch.graph import Graph, StepProgram

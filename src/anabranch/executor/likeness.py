@@ -17,13 +17,11 @@ import logging
 import math
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import zip_longest
 from types import MappingProxyType, NoneType
-from typing import TypeVar, cast
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
@@ -32,6 +30,7 @@ from anabranch.autodiff.moved_parameter import Switch, parameters_here
 from anabranch.choices import listed
 from anabranch.collectives import Workers
 from anabranch.errors import WorkersDiffer
+from anabranch.executor.exchange import exchange
 from anabranch.executor.loaders.loading import BoundLoader
 from anabranch.executor.routes import CommMode, Place, Routes
 from anabranch.executor.spec import Spec
@@ -44,46 +43,6 @@ _log = logging.getLogger("anabranch.executor")
 
 _ROUNDING = 1e-6  # of a tensor's largest number: processors of different kinds round differently
 _COMPARISON = "comparison of parameters"
-_T = TypeVar("_T")
-
-
-def exchange(workers: Workers | None, value: object, kind: type[_T], operation: str) -> list[_T]:
-    """Return the plain ``value`` of each worker, in the order of ranks."""
-    if workers is None:
-        return [cast(_T, value)]
-    texts = workers.all_gather_bytes(msgspec.json.encode(value), operation=operation)
-    return [msgspec.json.decode(text, type=kind) for text in texts]
-
-
-def together(
-    workers: Workers | None, act: Callable[[], _T], failed: str, operation: str, *kinds: type[Exception]
-) -> _T:
-    """Return ``act()`` if it succeeds on all workers; otherwise raise its error, or one that names the worker.
-
-    Args:
-        workers: all of which call this; ``None`` alone.
-        act: changes nothing that the others would have to know of.
-        failed: what the worker did not do, for the error.
-        operation: for errors of the exchange.
-        kinds: classes of errors, of whose first the others' is, or of another if all failures are of that.
-    """
-    if workers is None:
-        return act()
-    error, mine = None, None
-    try:
-        result = act()
-    except Exception as caught:  # noqa: BLE001 - raised below: a server may be lost, the user's object may fail
-        number = next((at for at, kind in enumerate(kinds[1:], 1) if isinstance(caught, kind)), 0)
-        text = str(caught) if isinstance(caught, kinds[0]) else f"{type(caught).__name__}: {caught}"
-        error, mine = caught, (number, text)
-    answers = exchange(workers, mine, tuple[int, str] | None, operation)  # type: ignore[arg-type]
-    failures = [(answer[0], rank, answer[1]) for rank, answer in enumerate(answers) if answer is not None]
-    if not failures:
-        return result
-    number, rank, text = min(failures)
-    if error is not None and mine is not None and mine[0] == number:
-        raise error
-    raise kinds[number](f"rank {rank} {failed}: {text}")
 
 
 def check_alike(

@@ -30,7 +30,7 @@ from torch import Tensor
 from anabranch.collectives import Workers
 from anabranch.collectives.buckets import carries_header, in_buckets
 from anabranch.collectives.sparse_rows import sparse_bytes, summing_dtype
-from anabranch.executor.likeness import exchange
+from anabranch.executor.exchange import exchange
 from anabranch.executor.routes import COMM_MODES, Place, Route, Routes
 from anabranch.executor.running.remote import RemotePart
 from anabranch.executor.running.runner import rows_of

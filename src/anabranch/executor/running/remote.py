@@ -33,7 +33,7 @@ from anabranch.choices import listed
 from anabranch.collectives import Workers
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, LostUpdate
-from anabranch.executor.likeness import exchange
+from anabranch.executor.exchange import exchange
 from anabranch.executor.routes import Place, ServedParameter
 from anabranch.executor.spec import Served, Spec
 from anabranch.executor.statistics import TableLoads

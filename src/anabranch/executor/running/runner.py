@@ -30,7 +30,8 @@ from anabranch.collectives import GradientBuckets, Workers
 from anabranch.errors import BoundaryError, NonFinite
 from anabranch.executor.engines.engine import NOTHING, Engine, Fetch, StepOutput
 from anabranch.executor.engines.gradients import LossScale, clip_scale, clip_values, elements, nonfinite_error
-from anabranch.executor.likeness import Drift, exchange
+from anabranch.executor.exchange import exchange
+from anabranch.executor.likeness import Drift
 from anabranch.executor.loaders.leaf_ids import LeafIds
 from anabranch.executor.running.remote import refusal_of
 from anabranch.executor.running.window import RemoteWindow, Total, header, total_of

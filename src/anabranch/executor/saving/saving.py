@@ -18,7 +18,6 @@ a worker without stages is a row of its own.
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -27,8 +26,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, cast
 
-import msgspec
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -39,13 +36,13 @@ from anabranch.autodiff.moved_parameter import MovedParameter, Switch, from_with
 from anabranch.checkpoint import Checkpoint
 from anabranch.checkpoint.generations import Replaced
 from anabranch.checkpoint.reading import again
-from anabranch.checkpoint.state import decode, encode
+from anabranch.checkpoint.state import encode
 from anabranch.checkpoint.storage import Place, as_place
 from anabranch.checkpoint.tensor_file import Blocks
 from anabranch.collectives import Workers
 from anabranch.deadline import Deadline
-from anabranch.errors import BoundaryError, CheckpointError, DeadlineExceeded
-from anabranch.executor.likeness import exchange, together
+from anabranch.errors import CheckpointError, DeadlineExceeded
+from anabranch.executor.exchange import exchange, pack, together, unpack
 from anabranch.executor.loaders.loading import BoundLoader
 from anabranch.executor.own_state import OwnState
 from anabranch.executor.randomness import random_state, restore_random_state
@@ -72,12 +69,10 @@ from anabranch.parameter_server.client.saved_tables import SavedTables, check, w
 from anabranch.pipeline import Pipe
 from anabranch.pipeline.pipe import PipeRanks
 from anabranch.tables import ParameterState, RowOptimizer, TableSpec, from_torch, to_torch
-from anabranch.tensors.dtypes import as_bytes, dtype_name, dtype_named
 
 _log = logging.getLogger("anabranch.executor")
 
 _FORMAT = 6
-_PIECE_BYTES = 16 << 20  # of the state that workers have alike, on its way
 _ON_SERVERS = "on servers"  # in place of a parameter's state in its optimizer: its name there
 
 _T = TypeVar("_T")
@@ -491,7 +486,7 @@ class Saver:
     def _gather_at_first(self, mine: Any) -> list[Any]:
         if self._workers is None:
             return [mine]
-        return [_unpack(data) for data in self._workers.gather_bytes(_pack(mine), operation=self._call)]
+        return [unpack(data) for data in self._workers.gather_bytes(pack(mine), operation=self._call)]
 
     def _together(self, act: Callable[[], _T], failed: str) -> _T:
         """If a generation was replaced while it was read, all raise that, to read the next one."""
@@ -798,67 +793,6 @@ def _joined(source: Checkpoint) -> _State:
 def _close_after(write: Callable[[], object], reading: ExitStack) -> None:
     with reading:
         write()
-
-
-# A worker's own state on its way to rank 0.
-
-
-def _pack(structure: object) -> bytes:
-    tensors: list[Tensor] = []
-    text = msgspec.json.encode(encode(structure, tensors)).decode()
-    # Cloned: tied tensors share memory, which the format refuses.
-    numbered = {str(number): tensor.detach().clone().contiguous() for number, tensor in enumerate(tensors)}
-    return safetensors.torch.save(numbered, metadata={"state": text})
-
-
-def _unpack(data: bytes) -> Any:
-    numbered = safetensors.torch.load(data)  # the format's own reader, lengths and bytes: nothing is unpickled
-    header = msgspec.json.decode(data[8 : 8 + int.from_bytes(data[:8], "little")], type=dict[str, Any])
-    text = header["__metadata__"]["state"]
-    return decode(msgspec.json.decode(text), [numbered[str(number)] for number in range(len(numbered))])
-
-
-@torch.inference_mode(False)
-def send_state(workers: Workers, state: object, source: int, *, takes: bool) -> Any:
-    """Return the ``state`` of rank ``source`` to those that take it; all call it, and hold a piece of it beside it."""
-    tensors: list[Tensor] = []
-    sends, head = workers.rank == source, b""
-    if sends:
-        encoded = encode(state, tensors)
-        head = msgspec.json.encode([encoded, [(dtype_name(one.dtype), list(one.shape)) for one in tensors]])
-    head = workers.broadcast_bytes(head, source, operation="state")
-    encoded, forms = msgspec.json.decode(head, type=tuple[Any, list[tuple[str, list[int]]]])
-    if not sends:
-        device = "cpu" if takes else "meta"
-        tensors = [torch.empty(shape, dtype=dtype_named(name), device=device) for name, shape in forms]
-    digest = hashlib.blake2b(head)
-    for parts in _pieces(tensors):
-        sizes = [len(part) for part in parts]
-        piece = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
-        if sends:
-            torch.cat([part.cpu() for part in parts], out=piece)
-        workers.broadcast([piece], source=source, operation="state")
-        if sends or takes:
-            digest.update(piece.numpy().data)
-        for part, values in zip(parts, torch.split(piece, sizes), strict=True) if takes else ():
-            part.copy_(values)
-    if workers.broadcast_bytes(digest.digest(), source, operation="state") != digest.digest() and takes:
-        raise BoundaryError("the state of training has arrived otherwise than it was sent", operation="state")
-    return decode(encoded, tensors) if takes else None
-
-
-def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the memory of the tensors, in parts that are one piece together."""
-    parts, room = list[Tensor](), _PIECE_BYTES
-    for tensor in tensors:
-        for part in torch.split(as_bytes(tensor.detach().contiguous()), _PIECE_BYTES):
-            if len(part) > room:
-                yield parts
-                parts, room = [], _PIECE_BYTES
-            parts.append(part)
-            room -= len(part)
-    if room < _PIECE_BYTES:
-        yield parts
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
