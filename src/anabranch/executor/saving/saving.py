@@ -7,7 +7,10 @@
     group "servers.<..>"  what is on servers, with state and stamps, as stored on the shards: streamed from there
     group "state"         the tensors in all other state: of schedulers, modules, the user's objects, and of each worker
                           its random number generators, loader positions, and buffers that differ from rank 0's
-    state                 everything that is not a tensor, see ``_State``
+    state                 everything that is not a tensor: whose run it is and how many ranks saved it; "optimizers" and
+                          "schedulers" by step; "ranks": of each its generators, loaders, counts, pipes and buffers;
+                          "servers": what they say of their groups; "moved": the names of each parameter there; "extra":
+                          modules' own state; "modes": what is frozen; "objects": the user's
 
 Rank 0 writes; the state of single workers is gathered first. Parameters are identified by name, not by position.
 What was saved from servers is loaded there as it is, where it lives there again, else put into model and optimizer; so
@@ -24,7 +27,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -76,49 +79,6 @@ _FORMAT = 6
 _ON_SERVERS = "on servers"  # in place of a parameter's state in its optimizer: its name there
 
 _T = TypeVar("_T")
-
-
-class _SchedulerState(TypedDict):
-    kind: str
-    state: object
-
-
-class _Part(TypedDict):
-    """A rank's part of the model: all of it, or a stage."""
-
-    model: dict[str, Tensor]
-    extra: dict[str, object]
-    optimizers: dict[str, list[OptimizerState]]
-    modes: dict[str, bool]
-    moved: dict[str, list[str]]
-
-
-class _RankState(TypedDict):
-    """The state of one rank; ``part`` on its way to rank 0 only, of a stage behind the first."""
-
-    random: dict[str, object]
-    loaders: dict[str, object]
-    counts: dict[str, dict[str, Any]]
-    pipes: dict[str, tuple[int, int]]
-    buffers: dict[str, Tensor]
-    part: _Part | None
-
-
-class _State(TypedDict):
-    """A checkpoint's state, its tensors included."""
-
-    format: int
-    run: dict[str, Any]
-    workers: int
-    stages: int
-    optimizers: dict[str, list[OptimizerState]]
-    schedulers: dict[str, list[_SchedulerState]]
-    ranks: list[_RankState]
-    servers: Any
-    moved: dict[str, list[str]]
-    extra: dict[str, object]
-    modes: dict[str, bool]
-    objects: dict[str, object]
 
 
 class Saver:
@@ -199,14 +159,14 @@ class Saver:
             self.remote.open()
             self.remote.settle()
         part = self._together(self._part, "could not read its part of the model")
-        mine = _RankState(
-            random=random_state(),
-            loaders={name: loader.state() for name, loader in self.loaders.items()},
-            counts={name: runner.state() for name, runner in self._runners.items()},
-            pipes={prefix: (pipe.seed, pipe.calls) for prefix, pipe in self._pipes.items()},
-            buffers=self._buffers() if self._row else {},
-            part=part if self._rank else None,
-        )
+        mine = {
+            "random": random_state(),
+            "loaders": {name: loader.state() for name, loader in self.loaders.items()},
+            "counts": {name: runner.state() for name, runner in self._runners.items()},
+            "pipes": {prefix: (pipe.seed, pipe.calls) for prefix, pipe in self._pipes.items()},
+            "buffers": self._buffers() if self._row else {},
+            "part": part if self._rank else None,
+        }
         ranks = self._gather_at_first(mine)
 
         def begin() -> None:
@@ -335,50 +295,46 @@ class Saver:
     def _steps_taken(self) -> int:
         return sum(runner.steps for runner in self._runners.values())
 
-    def _part(self) -> _Part | None:
+    def _part(self) -> dict[str, Any] | None:
         """Return this rank's part of the model; ``None`` of rows that are as the first."""
         if self._row:
             return None
         moved = {entry.name: list(entry.names) for entry in self._moved}
         served = {name for names in moved.values() for name in names}
-        return _Part(
-            model={name: value for name, value in _tensors_of(self._models).items() if name not in served},
-            extra=self._extra(),
-            optimizers=self._optimizers({entry.parameter: {_ON_SERVERS: entry.name} for entry in self._moved}),
-            modes=self._modes(),
-            moved=moved,
-        )
+        return {
+            "model": {name: value for name, value in _tensors_of(self._models).items() if name not in served},
+            "extra": self._extra(),
+            "optimizers": self._optimizers({entry.parameter: {_ON_SERVERS: entry.name} for entry in self._moved}),
+            "modes": self._modes(),
+            "moved": moved,
+        }
 
-    def _collected(self, part: _Part, ranks: list[_RankState]) -> tuple[dict[str, checkpoint.Group], dict[str, Any]]:
-        model, extra, modes, optimizers = part["model"], part["extra"], part["modes"], part["optimizers"]
-        moved = part["moved"]
-        for rank in ranks[1 : self._stages]:
-            if (stage := rank["part"]) is not None:
-                model, extra = {**stage["model"], **model}, {**stage["extra"], **extra}
-                merge_stage(optimizers, stage["optimizers"])
-                modes |= stage["modes"]
-                moved |= stage["moved"]
-            rank["part"] = None
+    def _collected(
+        self, part: dict[str, Any], ranks: list[dict[str, Any]]
+    ) -> tuple[dict[str, checkpoint.Group], dict[str, Any]]:
+        """Return the tensors and the state of a checkpoint."""
+        for stage in [rank.pop("part") for rank in ranks][1 : self._stages]:
+            merge_stage(part["optimizers"], stage.pop("optimizers"))
+            for key, values in stage.items():
+                part[key] = {**values, **part[key]}
+        model: dict[str, Tensor] = part.pop("model")
         for rank in ranks:
             rank["buffers"] = {
                 name: value
                 for name, value in rank["buffers"].items()
                 if name not in model or not torch.equal(value, model[name].to(value.device))
             }
-        whole = _State(
-            format=_FORMAT,
-            run=self._run.state(),
-            workers=self._size,
-            stages=self._stages,
-            optimizers=optimizers,
-            schedulers=self._schedulers(),
-            ranks=ranks,
-            servers=None,
-            moved=moved,
-            extra=extra,
-            modes=modes,
-            objects=self._objects(),
-        )
+        whole = {
+            **part,
+            "format": _FORMAT,
+            "run": self._run.state(),
+            "workers": self._size,
+            "stages": self._stages,
+            "schedulers": self._schedulers(),
+            "ranks": ranks,
+            "servers": None,
+            "objects": self._objects(),
+        }
         state, tensors = checkpoint.split(whole)
         groups: dict[str, checkpoint.Group] = {
             "model": model,
@@ -394,9 +350,9 @@ class Saver:
             states[name] = [by_parameter_name(optimizer, names, elsewhere) for optimizer, names in named]
         return states
 
-    def _schedulers(self) -> dict[str, list[_SchedulerState]]:
+    def _schedulers(self) -> dict[str, list[dict[str, Any]]]:
         return {
-            name: [_SchedulerState(kind=type(s).__qualname__, state=to_save(s.state_dict())) for s in step.schedulers]
+            name: [{"kind": type(s).__qualname__, "state": to_save(s.state_dict())} for s in step.schedulers]
             for name, step in self._steps.items()
         }
 
@@ -633,7 +589,7 @@ class Saver:
             plans.append((optimizer, by_position(entry, optimizer, names, here, what)))
         return plans
 
-    def _plan_schedulers(self, saved: Mapping[str, list[_SchedulerState]]) -> list[tuple[LRScheduler, Any]]:
+    def _plan_schedulers(self, saved: Mapping[str, list[dict[str, Any]]]) -> list[tuple[LRScheduler, Any]]:
         plans: list[tuple[LRScheduler, Any]] = []
         for _, what, entry, scheduler in self._matched(saved, "scheduler"):
             here = scheduler.state_dict()
@@ -665,7 +621,9 @@ class Saver:
                     )
                 yield name, what, entry, target
 
-    def _plan_served(self, source: Checkpoint, state: _State, values: dict[str, Any], elsewhere: set[str]) -> set[str]:
+    def _plan_served(
+        self, source: Checkpoint, state: dict[str, Any], values: dict[str, Any], elsewhere: set[str]
+    ) -> set[str]:
         """Put what was saved from servers into the model's ``values`` and the optimizers' states; return the names of
         the tables that are on servers here, too, and are loaded there as they are.
         """
@@ -695,7 +653,7 @@ class Saver:
     def _plan_remote(
         self,
         source: Checkpoint,
-        state: _State,
+        state: dict[str, Any],
         values: Mapping[str, Any],
         plans: list[tuple[Optimizer, dict[str, Any]]],
         as_saved: Collection[str],
@@ -782,11 +740,11 @@ def _name_of(path: Place) -> str:
     return getattr(path, "url", str(path))
 
 
-def _joined(source: Checkpoint) -> _State:
+def _joined(source: Checkpoint) -> dict[str, Any]:
     """Return a checkpoint's state with its tensors in their places, but for those of the model and of the servers."""
     if not _of_an_executor(source.state) or source.state["format"] != _FORMAT:
         raise CheckpointError(f"the checkpoint in {source.path} was not saved by an Executor of this version")
-    state: _State = checkpoint.join(source.state, source.tensors("optimizer") | source.tensors("state"))
+    state: dict[str, Any] = checkpoint.join(source.state, source.tensors("optimizer") | source.tensors("state"))
     return state
 
 
