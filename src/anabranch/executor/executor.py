@@ -391,8 +391,7 @@ class Executor:
                 and ``plan.notes`` says so.
 
         Returns:
-            The plan: ``str`` of it is a table, ``step_seconds``, ``bytes`` by boundary, ``rows``, and ``modes``, the
-            same step in each ``comm_mode`` that is possible.
+            The plan: ``str`` of it is a table, ``step_seconds``, ``bytes`` by boundary, and ``rows``.
 
         Raises:
             ValueError: no such training step, or a ``Pipe``'s.
