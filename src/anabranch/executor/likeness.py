@@ -233,10 +233,14 @@ class Drift:
             names = sorted({name for other in kinds for name, _ in {*other} ^ {*kinds[0]}})
             return names, [rank for rank, other in zip(self._workers.ranks, kinds, strict=True) if other != kinds[0]]
         differing = [name for (name, *_), *lines in zip(mine, *everyone, strict=True) if len({*lines}) > 1]
-        apart = [self._is_far_from_first(parameters[name].detach()) for name in differing]
+        tensors = [parameters[name].detach() for name in differing]
+        firsts = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
+        self._workers.broadcast(firsts, operation=_COMPARISON)
+        apart = list(map(_are_far_apart, tensors, firsts))
         table = exchange(self._workers, apart, list[bool], _COMPARISON)
         if differing and not any(map(any, table)):
-            _send_first(self._workers, [parameters[name] for name in differing])
+            for tensor, first in zip(tensors, firsts, strict=True):
+                tensor.copy_(first)
             if not self._warned and self._workers.rank == 0:
                 _log.warning(
                     "the workers' parameters differed by rounding, as on processors of different kinds; rank 0's were "
@@ -246,12 +250,12 @@ class Drift:
         names = [name for name, *far in zip(differing, *table, strict=True) if any(far)]
         return names, [rank for rank, far in zip(self._workers.ranks, table, strict=True) if any(far)]
 
-    def _is_far_from_first(self, tensor: Tensor) -> bool:
-        first = tensor.clone(memory_format=torch.contiguous_format)
-        self._workers.broadcast([first], operation=_COMPARISON)
-        largest = max(float(one.abs().max()) for one in (tensor, first))
-        rounding = _ROUNDING * largest if math.isfinite(largest) else 0.0
-        return not torch.allclose(tensor, first, rtol=0.0, atol=rounding, equal_nan=True)
+
+def _are_far_apart(one: Tensor, other: Tensor) -> bool:
+    """Return True if two tensors differ by more than rounding."""
+    largest = max(float(tensor.abs().max()) for tensor in (one, other))
+    rounding = _ROUNDING * largest if math.isfinite(largest) else 0.0
+    return not torch.allclose(one, other, rtol=0.0, atol=rounding, equal_nan=True)
 
 
 def checksum(tensor: Tensor) -> int:
