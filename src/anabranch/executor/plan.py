@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
@@ -88,10 +87,9 @@ def _measured(
     spec: Spec, workers: Workers | None, step: TrainStep, batch: Structure | None, remote: RemotePart | None
 ) -> tuple[Mapping[str, LinkCost], Sequence[StepSurvey | None], int]:
     """Return rank 0's links, every worker's survey, and this worker's rank."""
-    with nullcontext() if workers is None else _uncounted(workers):
-        exchange(workers, None, type(None), "plan")  # all begin to measure together
-        mine = _links(spec, workers, remote), _survey(step, batch, spec.routes)
-        everyone = exchange(workers, mine, tuple[dict[str, LinkCost], StepSurvey | None], "plan")
+    exchange(workers, None, type(None), "plan")  # all begin to measure together
+    mine = _links(spec, workers, remote), _survey(step, batch, spec.routes)
+    everyone = exchange(workers, mine, tuple[dict[str, LinkCost], StepSurvey | None], "plan")
     return everyone[0][0], [survey for _, survey in everyone], 0 if workers is None else workers.rank
 
 
@@ -273,16 +271,6 @@ def _has_short_ids(route: Route) -> bool:
 def _row_bytes(route: Route, count: int, compression: Compression | None, *, short: bool) -> int:
     """Return the bytes of so many rows and their ids."""
     return (4 if short else 8) * count + Share(route.dtype, (count, _width(route)), "rows").bytes(compression)
-
-
-@contextmanager
-def _uncounted(workers: Workers) -> Iterator[None]:
-    """Leave the workers' counts unchanged: planning is not a step."""
-    counts = workers.bytes_sent, workers.wait_seconds
-    try:
-        yield
-    finally:
-        workers.bytes_sent, workers.wait_seconds = counts
 
 
 # The plan as a value.
