@@ -94,8 +94,8 @@ class StepRunner:
         optimizers = step.optimizers
         own = (one for one in optimizers if type(one).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(one))
         self._own_zero_grads = [one.zero_grad for one in own]
-        self._held = [p for optimizer in step.optimizers for p in parameters_of(optimizer)]
-        self._known = {*step.model.parameters(), *self._held}
+        self._optimized = [p for optimizer in step.optimizers for p in parameters_of(optimizer)]
+        self._known = {*step.model.parameters(), *self._optimized}
         self._calls = 0  # failed ones too: a worker that caught its own error is one ahead of the others
         self.stop_seen = False  # a worker had asked to stop before the last run; the same on all workers
         self.newcomers, self.newcomers_seen = False, False  # they wait: this worker, or any before the last run, saw it
@@ -205,8 +205,8 @@ class StepRunner:
                 ran = self._run_whole(batch, rows, fetch)
                 if ran is not None:
                     return ran
-            held = set(self._held)
-            others = [p for p in self._parameters if p.grad is not None and p not in held]
+            optimized = set(self._optimized)
+            others = [p for p in self._parameters if p.grad is not None and p not in optimized]
             # Copies: the originals may be in the buckets.
             self._aside = [(p, p.grad.clone()) for p in others if p.grad is not None]
         elif fetch.wants_norm and self._servers and self.step.clip_grad_norm is None:
@@ -375,7 +375,7 @@ class StepRunner:
         self._follow_optimizers()
         for zero_grad in self._own_zero_grads:
             zero_grad()
-        for parameter in self._held:
+        for parameter in self._optimized:
             parameter.grad = None
         engine = self.engine
         late = engine.late_check  # which optimizers heed, also those that a graph captures
@@ -457,8 +457,11 @@ class StepRunner:
         Raises:
             ValueError: one that the model did not have.
         """
-        held = [p for optimizer in self.step.optimizers for group in optimizer.param_groups for p in group["params"]]
-        if identical(held, self._held):
+        now: list[Tensor] = []
+        for optimizer in self.step.optimizers:
+            for group in optimizer.param_groups:
+                now += group["params"]
+        if identical(now, self._optimized):
             return
         for optimizer in self.step.optimizers:
             for parameter in parameters_of(optimizer):
@@ -467,7 +470,7 @@ class StepRunner:
                         f"{type(optimizer).__name__} was given a parameter of shape {tuple(parameter.shape)} that the "
                         "model did not have when the Executor was made; make a new TrainStep and Executor"
                     )
-        self._held = held
+        self._optimized = now
 
     def _check_thawed(self) -> None:
         """Raise ``ValueError`` for a parameter that was unfrozen in this run only."""
@@ -577,9 +580,9 @@ class StepRunner:
 
     def _pass_over(self, names: list[str]) -> None:
         """Skip the step, or let it end in an error."""
-        named, held = self.engine.parameters, set(self._held)
+        named, optimized = self.engine.parameters, set(self._optimized)
         for name in names:
-            if name in named and named[name] not in held:
+            if name in named and named[name] not in optimized:
                 named[name].grad = None  # no optimizer clears it, and it would make all later steps non-finite
         self.decided += 1
         if self.step.skip_nonfinite:
