@@ -206,11 +206,9 @@ class Drift:
         if not names:
             return None
         return WorkersDiffer(
-            f"{listed(names)} on {rank_names(ranks)} differ from rank 0's at step {last}, and did not at step "
-            f"{first}. Something writes them on one worker, or differently on each: a "
-            "forward that writes parameters, an optimizer in a hook, load_state_dict or a learning rate on one "
-            "rank, a scheduler that follows each worker's own metric, random numbers in on_gradients. Do the same "
-            "on all workers, or make what each worker owns a buffer, and continue from the last checkpoint",
+            f"{listed(names)} on {rank_names(ranks)} differ from rank 0's at step {last}, and did not at step {first}. "
+            "A forward, a hook, load_state_dict, a learning rate or on_gradients writes other numbers on one of them; "
+            "do the same on all, or make what each worker owns a buffer, and continue from the last checkpoint",
             parameters=tuple(names),
             ranks=tuple(ranks),
             steps=(first, last),

@@ -602,9 +602,7 @@ class Saver:
     def _matched(self, saved: Mapping[str, list[Any]], kind: str) -> Iterator[tuple[str, str, Any, Any]]:
         """Yield each optimizer or scheduler: its step, its name in errors, its saved state, and itself."""
         if self._steps and saved.keys() != self._steps.keys():  # what only evaluates takes the model alone
-            raise CheckpointError(
-                f"the checkpoint has the steps {sorted(saved)}, but this Executor has {sorted(self._steps)}"
-            )
+            raise CheckpointError(f"the checkpoint has steps {sorted(saved)}, this Executor {sorted(self._steps)}")
         for name, step in self._steps.items():
             targets = step.optimizers if kind == "optimizer" else step.schedulers
             if len(saved[name]) != len(targets):
