@@ -83,7 +83,7 @@ def unpack(data: bytes) -> Any:
     start = 8 + int.from_bytes(data[:8], "little")
     encoded, tensors = _blank(data[8:start], "cpu")
     memory = torch.frombuffer(bytearray(data), dtype=torch.uint8)[start:]
-    for tensor, part in zip(tensors, memory.split([one.nbytes for one in tensors]), strict=True):
+    for tensor, part in zip(tensors, torch.split(memory, [one.nbytes for one in tensors]), strict=True):
         as_bytes(tensor).copy_(part)
     return decode(encoded, tensors)
 
