@@ -237,8 +237,9 @@ class StepRunner:
         with self._window_kept_whole():
             ran, total = self._differentiate(batch, rows, fetch)
             self._end_run(total, fetch)
-        for tables in [servers.part.tables for servers in self._servers] if self.ids is not None else ():
-            self.ids.end(tables.lookups or (), tables.unexpected)
+        if self.ids is not None:
+            for servers in self._servers:
+                self.ids.end(servers.part.tables.lookups or (), servers.part.tables.unexpected)
         self._raise_at_end()
         self._returned = {}
         return ran if self._workers is None else StepOutput(self._loss_of(total.loss, total.rows), ran.returned)
