@@ -244,33 +244,6 @@ def test_workers_on_the_same_batch_are_warned_of_it() -> None:
         assert "ab.loaders.GlobalBatches" in warning
 
 
-WITHOUT_WAITING = ((False, "asp"), (True, "asp"), (True, "ssp:2"))
-
-
-def without_waiting() -> list[list[str]]:
-    """Two workers that meet nowhere in their runs see each other's first batch in the second one."""
-    said, told, rank = messages_of(), list[list[str]](), ab.job().rank
-    for shared, consistency in WITHOUT_WAITING:
-        said.clear()
-        options = {"comm_mode": "PS", "consistency": consistency, "served": "replace"}
-        with warnings.catch_warnings(record=True) as warned, program(**options) as executor:
-            warnings.simplefilter("always")
-            for _ in range(3):
-                executor.run("train", DATA if shared else DATA[rank::2])
-                executor.state_dict()  # which all call
-        said += [f"{one.category.__name__} {Path(one.filename).name}: {one.message}" for one in warned]
-        told.append([line for line in said if "the same batch" in line or "rows a step" in line])
-    return told
-
-
-def test_workers_that_wait_nowhere_are_told_of_their_first_batches() -> None:
-    for (shared, _), first, second in zip(WITHOUT_WAITING, *in_job(without_waiting, 2, servers=1), strict=True):
-        rows = "11 rows = 22" if shared else "6/5 rows = 11"
-        assert first[0] == f"train: 2 workers x {rows} rows a step"
-        assert first[1:] == second
-        assert [line.partition(":")[0] for line in second] == ["UserWarning test_evaluate.py"] * shared
-
-
 def apart(folder: str) -> str:
     """Rank 1 comes once rank 0 has said that it waits."""
     said, rank = Path(folder) / "said", ab.job().rank

@@ -90,34 +90,6 @@ def test_a_checkpoint_is_of_an_optimizer_step(tmp_path: Path) -> None:
     assert_same(other, model)
 
 
-@pytest.mark.parametrize("trained_first", [True, False])
-def test_layers_that_joined_after_construction_are_saved_and_loaded(tmp_path: Path, trained_first: bool) -> None:
-    def made(seed: int) -> tuple[nn.Sequential, torch.optim.Optimizer, ab.Executor]:
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(4, 3))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        return model, optimizer, ab.Executor({"train": ab.TrainStep(model, loss, optimizer)}, engine="tape")
-
-    def grow(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
-        model.append(nn.Linear(3, 3))
-        optimizer.add_param_group({"params": model[-1].parameters()})
-
-    model, optimizer, executor = made(0)
-    with executor:
-        losses(executor, range(2))
-        grow(model, optimizer)
-        losses(executor, range(2, 4))
-        executor.save(tmp_path)
-        expected = losses(executor, range(4, 7))
-    other, optimizer, resumed = made(99)
-    with resumed:
-        losses(resumed, range(1 if trained_first else 0))
-        grow(other, optimizer)
-        assert resumed.resume(tmp_path)
-        assert losses(resumed, range(4, 7)) == expected
-    assert_same(other, model)
-
-
 class Counting(torch.optim.SGD):
     """Keeps values of its own in its state, one under the name of a parameter."""
 
@@ -149,10 +121,9 @@ def test_a_parameter_that_a_layer_in_its_place_left_without_a_name_is_an_error_t
     with ab.Executor({"train": ab.TrainStep(model, loss, optimizer)}) as executor:
         model[0] = nn.Linear(4, 3)
         optimizer.add_param_group({"params": model[0].parameters()})
-        losses(executor, range(1))
         with pytest.raises(ab.CheckpointError, match=r"SGD holds a parameter of shape \(3, 4\) .* remove it from"):
             executor.save(tmp_path)
-        del optimizer.param_groups[0]
+        del optimizer.param_groups[1]
         executor.save(tmp_path)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -17,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import anabranch as ab
 from anabranch.collectives import Workers
 from anabranch.collectives.shared_memory import SharedSum
-from anabranch.executor.likeness import FirstBatches, check_alike
+from anabranch.executor.likeness import check_alike
 from anabranch.executor.loaders.loading import BoundLoader
 from anabranch.executor.steps import Step
 from toys import Tabled, in_job, run_in_job
@@ -171,16 +170,3 @@ def test_modules_that_are_fully_sharded_or_tensor_parallel_are_refused(sharded: 
         ab.TrainStep(model, lambda m, x: m(x).sum(), torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ValueError, match=r"'0.weight' of .* is a DTensor"):
         ab.EvalStep(model, lambda m, x: {"y": m(x)})
-
-
-class Gone:
-    """A store whose process has ended."""
-
-    def set(self, *_: object) -> None:
-        raise dist.DistNetworkError("connection reset by peer")
-
-
-def test_workers_that_do_not_wait_go_on_without_the_process_that_had_the_store() -> None:
-    workers = SimpleNamespace(store=Gone(), ranks=[0, 1], rank=1)
-    first = FirstBatches("train", workers, together=False)  # type: ignore[arg-type]
-    assert first.exchange(3.0, torch.ones(3)) is None

@@ -16,7 +16,7 @@ from anabranch.executor.observing.watching import (
     StepRecord,
     Subscription,
 )
-from anabranch.executor.plan import LinkCost, ModeCost, Plan, PlanRow
+from anabranch.executor.plan import LinkCost, Plan, PlanRow
 from anabranch.executor.routes import Route, Routes
 from anabranch.executor.statistics import Statistics, TableLoads
 from anabranch.executor.steps import EvalStep, TrainStep
@@ -26,7 +26,6 @@ __all__ = [
     "Executor",
     "LinkCost",
     "MembershipRecord",
-    "ModeCost",
     "PeerLostRecord",
     "Plan",
     "PlanRow",

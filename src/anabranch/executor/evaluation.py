@@ -6,9 +6,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal, cast
+from typing import Literal, TypeAlias, cast
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
@@ -16,7 +15,8 @@ from torch.utils.data import DistributedSampler
 from anabranch.collectives import Workers
 from anabranch.executor.engines.engine import NOTHING, Fetch
 from anabranch.executor.engines.graph_engine import Check, Trials, check_results
-from anabranch.executor.likeness import digest_of, exchange, together
+from anabranch.executor.exchange import pack, together, unpack
+from anabranch.executor.likeness import digest_of
 from anabranch.executor.loaders.loading import BoundLoader, samplers_of
 from anabranch.executor.steps import EvalStep
 from anabranch.graph import Graph, StepProgram
@@ -122,15 +122,9 @@ def _checked(returned: object, fetch: Fetch) -> Mapping[str, Tensor]:
 # A whole loader.
 
 
-class _Result(msgspec.Struct):
-    """One worker's: rows of its batches, a digest of the first, and outputs' dtypes and row shapes.
-
-    A mean has no shape of a row.
-    """
-
-    rows: list[float] = []
-    first: float = 0.0
-    outputs: dict[str, tuple[str, list[int] | None]] = {}
+_Tensors: TypeAlias = dict[str, Tensor]
+_Result: TypeAlias = tuple[list[float], float, _Tensors, _Tensors]
+"""One worker's: rows of its batches, a digest of the first, outputs with a row for each row, and a mean a batch."""
 
 
 def evaluate(
@@ -141,60 +135,53 @@ def evaluate(
 ) -> dict[str, Tensor]:
     """Return the results of ``run`` for one pass over ``loader``, joined; as ``Executor.evaluate`` does."""
     collect = partial(_collect, loader, rows_of, run)
-    mine, parts = together(workers, collect, "failed to evaluate", "evaluate", ValueError)
-    everyone = exchange(workers, mine, _Result, "evaluate")
-    if len(everyone) > 1 and mine.first and all(result.first == mine.first for result in everyone):
+    mine = together(workers, collect, "failed to evaluate", "evaluate", ValueError)
+    everyone = [mine]
+    if workers is not None:
+        everyone = [unpack(data) for data in workers.all_gather_bytes(pack(list(mine)), operation="evaluate")]
+    rows = [own for own, *_ in everyone]
+    if len(everyone) > 1 and mine[1] and all(first == mine[1] for _, first, *_ in everyone):
         warnings.warn(
             f"all {len(everyone)} workers evaluate the same batches, so every row counts {len(everyone)} times; "
             "evaluate by ab.loaders.GlobalBatches(dataset, batch_size, shuffle=False)",
             stacklevel=3,  # where the script calls Executor.evaluate
         )
-    known = [(rank, result.outputs) for rank, result in enumerate(everyone) if result.rows]
+    known = {rank: outputs for rank, (own, _, *outputs) in enumerate(everyone) if own}
     if not known:
         raise ValueError("the loader yields no batches on any worker")
-    outputs = known[0][1]
-    for rank, others in known:
-        if others != outputs:
+    forms = {rank: _forms(*outputs) for rank, outputs in known.items()}
+    first = min(known)
+    for rank, others in forms.items():
+        if others != forms[first]:
             raise ValueError(
-                f"the outputs are {outputs} on rank {known[0][0]} and {others} on rank {rank} (dtype and shape of a "
+                f"the outputs are {forms[first]} on rank {first} and {others} on rank {rank} (dtype and shape of a "
                 "row), and only the same can be joined"
             )
-    places = None
-    joined: dict[str, Tensor] = {}
-    for name, (dtype, row) in outputs.items():
-        local = (
-            torch.cat(parts[name])
-            if name in parts
-            else torch.empty(0, *(row or ()), dtype=getattr(torch, dtype), device="cpu")
-        )
-        shares = [local]
-        if workers is not None and workers.size > 1:
-            data = local.contiguous().view(torch.uint8).numpy().tobytes() if local.numel() else b""
-            shares = [
-                torch.frombuffer(bytearray(part), dtype=torch.uint8).view(local.dtype) if part else local[:0]
-                for part in workers.all_gather_bytes(data, operation="evaluate")
-            ]
-        if row is None:
-            weights = torch.tensor(
-                [rows for result in everyone for rows in result.rows], dtype=torch.float64, device="cpu"
-            )
-            values = torch.cat([share.reshape(-1) for share in shares])[weights > 0]  # that of no rows may be NaN
-            joined[name] = (values * weights[weights > 0]).sum() / weights.sum()
-            continue
-        if places is None:
-            places = _places([result.rows for result in everyone], loader.samples() if len(everyone) > 1 else None)
-        whole = local.new_empty(sum(len(place) for place in places), *row)
-        for place, share in zip(places, shares, strict=True):
-            whole[place] = share.reshape(-1, *row)
-        joined[name] = whole
+    joined: _Tensors = {}
+    outputs, means = known[first]
+    places = _places(rows, loader.samples() if len(everyone) > 1 else None) if outputs else []
+    for name, one in outputs.items():
+        joined[name] = one.new_empty(sum(map(len, places)), *one.shape[1:])
+        for rank, (shares, _) in known.items():
+            joined[name][places[rank]] = shares[name]
+    weights = torch.tensor([count for own in rows for count in own], dtype=torch.float64, device="cpu")
+    for name in means:
+        values = torch.cat([theirs[name] for _, theirs in known.values()])[weights > 0]  # that of no rows may be NaN
+        joined[name] = (values * weights[weights > 0]).sum() / weights.sum()
     return joined
+
+
+def _forms(outputs: _Tensors, means: _Tensors) -> dict[str, tuple[torch.dtype, list[int] | None]]:
+    forms: dict[str, tuple[torch.dtype, list[int] | None]] = {name: (one.dtype, None) for name, one in means.items()}
+    return forms | {name: (one.dtype, list(one.shape[1:])) for name, one in outputs.items()}
 
 
 def _collect(
     loader: BoundLoader, rows_of: Callable[[Structure], float], run: Callable[[Structure], dict[str, Tensor]]
-) -> tuple[_Result, dict[str, list[Tensor]]]:
-    """Run this worker's batches; return its result, and the outputs of each batch."""
-    mine, parts = _Result(), dict[str, list[Tensor]]()
+) -> _Result:
+    """Run this worker's batches."""
+    rows, first, outputs, means = list[float](), 0.0, _Tensors(), _Tensors()
+    parts: dict[str, list[Tensor]] = {}
     for sampler in samplers_of(loader.source):
         if isinstance(sampler, DistributedSampler):
             raise ValueError(
@@ -203,8 +190,8 @@ def _collect(
             )
     shapes: dict[str, list[tuple[int, ...]]] = {}
     for batch in loader.one_pass():
-        mine.rows.append(rows_of(batch))
-        mine.first = mine.first or digest_of(batch)
+        rows.append(rows_of(batch))
+        first = first or digest_of(batch)
         for name, value in run(batch).items():
             if not isinstance(value, Tensor):
                 raise TypeError(f"output {name!r} is a {type(value).__name__}; evaluate joins tensors")
@@ -217,15 +204,15 @@ def _collect(
             wide = torch.complex128 if value.is_complex() else torch.float64
             parts.setdefault(name, []).append(value.detach().cpu() if value.ndim else value.to(wide).reshape(1).cpu())
     for name, sizes in shapes.items():
-        is_mean = not any(sizes) and len(sizes) == len(mine.rows)
-        alike = len({size[1:] for size in sizes}) == 1 and [size[:1] for size in sizes] == [(n,) for n in mine.rows]
+        is_mean = not any(sizes) and len(sizes) == len(rows)
+        alike = len({size[1:] for size in sizes}) == 1 and [size[:1] for size in sizes] == [(n,) for n in rows]
         if not is_mean and not alike:
             raise ValueError(
-                f"output {name!r} has the shapes {sizes[:4]} for batches of {mine.rows[:4]} rows: evaluate joins what "
+                f"output {name!r} has the shapes {sizes[:4]} for batches of {rows[:4]} rows: evaluate joins what "
                 "has a row for each row of its batch, and averages what has no dims; return one of the two"
             )
-        mine.outputs[name] = str(parts[name][0].dtype).removeprefix("torch."), None if is_mean else list(sizes[0][1:])
-    return mine, parts
+        (means if is_mean else outputs)[name] = torch.cat(parts[name])
+    return rows, first, outputs, means
 
 
 def _places(rows: Sequence[Sequence[float]], samples: Sequence[int] | None) -> list[Tensor]:

@@ -31,7 +31,7 @@ from anabranch.executor.engines.engine import NOTHING, Engine, Fetch, StepOutput
 from anabranch.executor.engines.graph_engine import GraphEngine
 from anabranch.executor.engines.pipe_engine import PipeEngine, check_pipes, join_pipelines
 from anabranch.executor.evaluation import Evaluator, evaluate
-from anabranch.executor.likeness import Drift, FirstBatches, check_alike, first_ranks_buffers, share_parameters
+from anabranch.executor.likeness import Drift, check_alike, compare_first_batches, first_ranks_buffers, share_parameters
 from anabranch.executor.loaders.batches import Batches
 from anabranch.executor.loaders.leaf_ids import LeafIds
 from anabranch.executor.loaders.loading import BoundLoader
@@ -327,16 +327,13 @@ class Executor:
         known = [route.parameter for route in spec.routes]
         for prefix, model in spec.models.items():
             known += [prefix + other for other in model.elsewhere] if isinstance(model, Pipe) else []
-        first = None
-        if self._workers is not None and self._workers.several:
-            first = FirstBatches(name, self._workers, together=workers is not None)
         return StepRunner(
             step,
             engine(step, sinks),
             workers,
             buckets,
             windows,
-            first,
+            None if workers is None else partial(compare_first_batches, workers, name),
             drift,
             number=number,
             ids=None if remote is None else LeafIds(step.ids, known, remote.rows),
@@ -394,8 +391,7 @@ class Executor:
                 and ``plan.notes`` says so.
 
         Returns:
-            The plan: ``str`` of it is a table, ``step_seconds``, ``bytes`` by boundary, ``rows``, and ``modes``, the
-            same step in each ``comm_mode`` that is possible.
+            The plan: ``str`` of it is a table, ``step_seconds``, ``bytes`` by boundary, and ``rows``.
 
         Raises:
             ValueError: no such training step, or a ``Pipe``'s.
@@ -594,6 +590,7 @@ class Executor:
         finally:
             if self._remote is not None:
                 self._remote.tables.end(self._remote.clock)
+                self._remote.tables.lookups = None
         if self._remote is not None:
             self._read_applied(self._remote, runner)
         assert ran is not None
@@ -626,7 +623,8 @@ class Executor:
 
     def _together(self, name: str, act: Callable[[], _T]) -> _T:
         """Return ``act()``, which all workers call and which changes nothing; with those left if one is lost."""
-        return act() if self._redo is None else self._redo.call(name, act, self._catch_up)
+        with self._reporting_failures():
+            return act() if self._redo is None else self._redo.call(name, act, self._catch_up)
 
     def _evaluate(self, name: str, step: EvalStep, batch: Structure | None, fetch: Fetch) -> dict[str, Tensor]:
         self._check_late()
@@ -679,11 +677,11 @@ class Executor:
             with first_ranks_buffers(self._workers, step.model):
                 return evaluate(bound, rows, partial(self.run, name), self._workers)
 
-        with self._reporting_failures():
-            self._check_late()  # before the loader is begun
-            if isinstance(bound.source, Iterator):  # which is not read again
+        self._check_late()  # before the loader is begun
+        if isinstance(bound.source, Iterator):  # which is not read again
+            with self._reporting_failures():
                 return act()
-            return self._together(f"evaluate({name!r})", act)
+        return self._together(f"evaluate({name!r})", act)
 
     def _check_late(self) -> None:
         for runner in self._runners.values():
@@ -870,13 +868,12 @@ class Executor:
         if self._joins:
             return
         earlier, before = self._settle_save()
-        with self._reporting_failures():
-            try:
-                self._together("save", partial(self._saver.save, folder, wait=wait))
-            except BaseException as error:
-                if earlier:
-                    error.add_note(f"and before it {earlier}")
-                raise
+        try:
+            self._together("save", partial(self._saver.save, folder, wait=wait))
+        except BaseException as error:
+            if earlier:
+                error.add_note(f"and before it {earlier}")
+            raise
         now = SaveRecord(self.step, folder, time.monotonic() - began) if wait else None
         for record in (before, now):  # behind what all workers do together: a callback may raise on one of them
             if record is not None:
@@ -905,9 +902,7 @@ class Executor:
         """Wait for the save in the background, and return its failure, or what it has written."""
         saver, failure = self._saver, ""
         if saver.saving is not None:
-            with self._reporting_failures():
-                settle = partial(saver.settle, Deadline.after(self._spec.timeout))
-                failure = self._together("finish_saves", settle)
+            failure = self._together("finish_saves", partial(saver.settle, Deadline.after(self._spec.timeout)))
         save, saver.saving = saver.saving, None
         if save is None or failure:
             return failure, None
@@ -959,9 +954,8 @@ class Executor:
             CheckpointError: it could not be read; on every worker.
         """
         model, state = self._model_of(name), dict[str, Tensor]()
-        with self._reporting_failures():
-            if not self._joins:
-                self._together("state_dict", lambda: self._saver.model_state(model, whole=True, into=state))
+        if not self._joins:
+            self._together("state_dict", lambda: self._saver.model_state(model, whole=True, into=state))
         return state
 
     def _model_of(self, name: str | None) -> nn.Module:
@@ -995,9 +989,7 @@ class Executor:
             CheckpointError: it could not be read or written; on every worker.
         """
         model, path = self._model_of(name), check_path(folder, "folder")
-        if self._joins:
-            return
-        with self._reporting_failures():
+        if not self._joins:
             self._together("export", lambda: self._saver.export(model, path))
 
     def resume(self, path: str | os.PathLike[str]) -> bool:

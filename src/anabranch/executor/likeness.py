@@ -1,4 +1,5 @@
-"""Are the workers alike? ``check_alike`` asks before the first step, ``FirstBatches`` in it, ``Drift`` later on.
+"""Are the workers alike? ``check_alike`` asks before the first step, ``compare_first_batches`` in it, ``Drift``
+later on.
 
 Before the first step each worker describes its models and loaders in lines of text, which are exchanged and compared.
 Every worker steps its own optimizers with the averaged gradients, so the parameters stay equal only if the optimizers
@@ -11,18 +12,15 @@ are. So every 100 steps, and before a save, they exchange a checksum of each all
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import zip_longest
 from types import MappingProxyType, NoneType
-from typing import TypeVar, cast
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
@@ -31,6 +29,7 @@ from anabranch.autodiff.moved_parameter import Switch, parameters_here
 from anabranch.choices import listed
 from anabranch.collectives import Workers
 from anabranch.errors import WorkersDiffer
+from anabranch.executor.exchange import exchange
 from anabranch.executor.loaders.loading import BoundLoader
 from anabranch.executor.routes import CommMode, Place, Routes
 from anabranch.executor.spec import Spec
@@ -43,46 +42,6 @@ _log = logging.getLogger("anabranch.executor")
 
 _ROUNDING = 1e-6  # of a tensor's largest number: processors of different kinds round differently
 _COMPARISON = "comparison of parameters"
-_T = TypeVar("_T")
-
-
-def exchange(workers: Workers | None, value: object, kind: type[_T], operation: str) -> list[_T]:
-    """Return the plain ``value`` of each worker, in the order of ranks."""
-    if workers is None:
-        return [cast(_T, value)]
-    texts = workers.all_gather_bytes(msgspec.json.encode(value), operation=operation)
-    return [msgspec.json.decode(text, type=kind) for text in texts]
-
-
-def together(
-    workers: Workers | None, act: Callable[[], _T], failed: str, operation: str, *kinds: type[Exception]
-) -> _T:
-    """Return ``act()`` if it succeeds on all workers; otherwise raise its error, or one that names the worker.
-
-    Args:
-        workers: all of which call this; ``None`` alone.
-        act: changes nothing that the others would have to know of.
-        failed: what the worker did not do, for the error.
-        operation: for errors of the exchange.
-        kinds: classes of errors, of whose first the others' is, or of another if all failures are of that.
-    """
-    if workers is None:
-        return act()
-    error, mine = None, None
-    try:
-        result = act()
-    except Exception as caught:  # noqa: BLE001 - raised below: a server may be lost, the user's object may fail
-        number = next((at for at, kind in enumerate(kinds[1:], 1) if isinstance(caught, kind)), 0)
-        text = str(caught) if isinstance(caught, kinds[0]) else f"{type(caught).__name__}: {caught}"
-        error, mine = caught, (number, text)
-    answers = exchange(workers, mine, tuple[int, str] | None, operation)  # type: ignore[arg-type]
-    failures = [(answer[0], rank, answer[1]) for rank, answer in enumerate(answers) if answer is not None]
-    if not failures:
-        return result
-    number, rank, text = min(failures)
-    if error is not None and mine is not None and mine[0] == number:
-        raise error
-    raise kinds[number](f"rank {rank} {failed}: {text}")
 
 
 def check_alike(
@@ -161,67 +120,39 @@ def _send_first(workers: Workers, tensors: Collection[Tensor], operation: str = 
                 tensor.copy_(value)
 
 
-class FirstBatches:
-    """Compares the batches of the workers' first runs of a step, which are the same where nobody shares the data out.
+def compare_first_batches(workers: Workers, name: str, rows: float, batch: Structure | None) -> Tensor | None:
+    """Return the rows of each worker's batch, unless all are 0; warn where the batches are the same.
 
     Args:
+        workers: several, each of which calls this in its first run of the step.
         name: of the step.
-        workers: several.
-        together: the workers wait for each other in each run; else each looks in its runs for what the others left.
+        rows: of this worker's batch.
+        batch: the same on all workers where nobody shares the data out.
     """
-
-    def __init__(self, name: str, workers: Workers, *, together: bool) -> None:
-        self._name, self._workers, self._together = name, workers, together
-        self._left = False
-
-    def exchange(self, rows: float, batch: Structure | None) -> Tensor | None:
-        """Return the rows of each worker's batch once they are known and not all 0."""
-        workers, digest = self._workers, 0 if self._left or not rows > 0 else digest_of(batch)
-        mine = torch.tensor([rows, digest], dtype=torch.float64, device="cpu")
-        if self._together:
-            everyone = workers.all_gather(mine, operation="all_gather of rows")
-        else:
-            texts = self._others_texts(mine.numpy().tobytes().hex())
-            if texts is None:
-                return None
-            everyone = torch.frombuffer(bytearray.fromhex("".join(texts)), dtype=torch.float64).view(-1, 2)
-        counts, size = everyone[:, 0], len(everyone)
-        if not counts.any():
-            return None
-        each = f"{counts[0]:g}" if bool((counts == counts[0]).all()) else "/".join(f"{count:g}" for count in counts)
-        if workers.rank == 0:
-            _log.info("%s: %d workers x %s rows = %g rows a step", self._name, size, each, counts.sum())
-        if size > 1 and counts.all() and everyone[0, 1] and bool((everyone == everyone[0]).all()):
-            warnings.warn(
-                f"all {size} workers run {self._name!r} on the same batch, so every row counts {size} times; let "
-                "ab.loaders.GlobalBatches share the data out, or give each worker rows of its own",
-                stacklevel=9,  # where the script calls Executor.run
-            )
-        return counts
-
-    def _others_texts(self, mine: str) -> list[str] | None:
-        """Leave this worker's text once, and return everyone's; ``None`` until all have left theirs."""
-        workers = self._workers
-        assert workers.store is not None
-        keys = [f"first batch of {self._name}/{rank}" for rank in workers.ranks]
-        with suppress(RuntimeError):  # the process that holds the store has ended, for which nobody here waits
-            if not self._left:
-                workers.store.set(keys[workers.rank], mine)
-                self._left = True
-            if workers.store.check(keys):
-                return [text.decode() for text in workers.store.multi_get(keys)]
+    mine = torch.tensor([rows, digest_of(batch) if rows > 0 else 0], dtype=torch.float64, device="cpu")
+    everyone = workers.all_gather(mine, operation="all_gather of rows")
+    counts, size = everyone[:, 0], len(everyone)
+    if not counts.any():
         return None
+    each = f"{counts[0]:g}" if bool((counts == counts[0]).all()) else "/".join(f"{count:g}" for count in counts)
+    if workers.rank == 0:
+        _log.info("%s: %d workers x %s rows = %g rows a step", name, size, each, counts.sum())
+    if size > 1 and counts.all() and everyone[0, 1] and bool((everyone == everyone[0]).all()):
+        warnings.warn(
+            f"all {size} workers run {name!r} on the same batch, so every row counts {size} times; let "
+            "ab.loaders.GlobalBatches share the data out, or give each worker rows of its own",
+            stacklevel=9,  # where the script calls Executor.run
+        )
+    return counts
 
 
 def digest_of(batch: Structure) -> int:
-    """Return a hash of the batch's dense tensors, of 6 bytes, which float64 holds exactly; 0 without any."""
-    digest, some = hashlib.blake2b(digest_size=6), False
+    """Return the checksum of the batch's dense tensors, which float64 holds exactly; 0 without any."""
+    digest = 0
     for leaf in flatten(batch)[0]:
-        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_meta:
-            some = True
-            plain = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            digest.update(as_bytes(plain).numpy().data)
-    return int.from_bytes(digest.digest()) if some else 0
+        if isinstance(leaf, Tensor) and not leaf.is_meta:
+            digest = checksum(leaf, digest)
+    return digest
 
 
 def _check_tables(steps: Mapping[str, Step]) -> None:
@@ -260,32 +191,28 @@ class Drift:
         self._routes = spec.routes.at(Place.WORKERS) if spec.routes.all_reduces else []
         self._warned = False
 
-    def check(self, first: int, last: int) -> None:
-        """Compare; every worker calls it.
+    def find(self, first: int, last: int) -> WorkersDiffer | None:
+        """Return the error of all workers if they differ; every worker calls it.
 
         Args:
             first: the step at which they were last known to be equal.
             last: the present step.
-
-        Raises:
-            WorkersDiffer: on all workers.
         """
         names, ranks = self._differing()
         if self._everyone is not self._workers:
             stages = exchange(self._everyone, [names, ranks], tuple[list[str], list[int]], _COMPARISON)
             names = list(dict.fromkeys(name for stage, _ in stages for name in stage))
             ranks = sorted({rank for _, stage in stages for rank in stage})
-        if names:
-            raise WorkersDiffer(
-                f"{listed(names)} on {rank_names(ranks)} differ from rank 0's at step {last}, and did not at step "
-                f"{first}. Something writes them on one worker, or differently on each: a "
-                "forward that writes parameters, an optimizer in a hook, load_state_dict or a learning rate on one "
-                "rank, a scheduler that follows each worker's own metric, random numbers in on_gradients. Do the same "
-                "on all workers, or make what each worker owns a buffer, and continue from the last checkpoint",
-                parameters=tuple(names),
-                ranks=tuple(ranks),
-                steps=(first, last),
-            )
+        if not names:
+            return None
+        return WorkersDiffer(
+            f"{listed(names)} on {rank_names(ranks)} differ from rank 0's at step {last}, and did not at step {first}. "
+            "A forward, a hook, load_state_dict, a learning rate or on_gradients writes other numbers on one of them; "
+            "do the same on all, or make what each worker owns a buffer, and continue from the last checkpoint",
+            parameters=tuple(names),
+            ranks=tuple(ranks),
+            steps=(first, last),
+        )
 
     def _parameters(self) -> dict[str, Tensor]:
         trained = {parameter for step in self._spec.training.values() for parameter in step.model.parameters()}
@@ -301,10 +228,14 @@ class Drift:
             names = sorted({name for other in kinds for name, _ in {*other} ^ {*kinds[0]}})
             return names, [rank for rank, other in zip(self._workers.ranks, kinds, strict=True) if other != kinds[0]]
         differing = [name for (name, *_), *lines in zip(mine, *everyone, strict=True) if len({*lines}) > 1]
-        apart = [self._is_far_from_first(parameters[name].detach()) for name in differing]
+        tensors = [parameters[name].detach() for name in differing]
+        firsts = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
+        self._workers.broadcast(firsts, operation=_COMPARISON)
+        apart = list(map(_are_far_apart, tensors, firsts))
         table = exchange(self._workers, apart, list[bool], _COMPARISON)
         if differing and not any(map(any, table)):
-            _send_first(self._workers, [parameters[name] for name in differing])
+            for tensor, first in zip(tensors, firsts, strict=True):
+                tensor.copy_(first)
             if not self._warned and self._workers.rank == 0:
                 _log.warning(
                     "the workers' parameters differed by rounding, as on processors of different kinds; rank 0's were "
@@ -314,17 +245,17 @@ class Drift:
         names = [name for name, *far in zip(differing, *table, strict=True) if any(far)]
         return names, [rank for rank, far in zip(self._workers.ranks, table, strict=True) if any(far)]
 
-    def _is_far_from_first(self, tensor: Tensor) -> bool:
-        first = tensor.clone(memory_format=torch.contiguous_format)
-        self._workers.broadcast([first], operation=_COMPARISON)
-        largest = max(float(one.abs().max()) for one in (tensor, first))
-        rounding = _ROUNDING * largest if math.isfinite(largest) else 0.0
-        return not torch.allclose(tensor, first, rtol=0.0, atol=rounding, equal_nan=True)
+
+def _are_far_apart(one: Tensor, other: Tensor) -> bool:
+    """Return True if two tensors differ by more than rounding."""
+    largest = max(float(tensor.abs().max()) for tensor in (one, other))
+    rounding = _ROUNDING * largest if math.isfinite(largest) else 0.0
+    return not torch.allclose(one, other, rtol=0.0, atol=rounding, equal_nan=True)
 
 
-def checksum(tensor: Tensor) -> int:
-    """Return the CRC-32 of a tensor's numbers in the order of its dimensions; 0 for a sparse one."""
+def checksum(tensor: Tensor, before: int = 0) -> int:
+    """Return the CRC-32 of a tensor's numbers in the order of its dimensions, behind others; of a sparse one theirs."""
     if tensor.layout is not torch.strided:
-        return 0
-    numbers = tensor.detach().cpu().resolve_conj().contiguous()
-    return zlib.crc32(as_bytes(numbers).numpy())  # type: ignore[arg-type]
+        return before
+    numbers = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return zlib.crc32(as_bytes(numbers).numpy(), before)  # type: ignore[arg-type]

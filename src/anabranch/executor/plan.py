@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
@@ -30,8 +29,8 @@ from torch import Tensor
 from anabranch.collectives import Workers
 from anabranch.collectives.buckets import carries_header, in_buckets
 from anabranch.collectives.sparse_rows import sparse_bytes, summing_dtype
-from anabranch.executor.likeness import exchange
-from anabranch.executor.routes import COMM_MODES, Place, Route, Routes
+from anabranch.executor.exchange import exchange
+from anabranch.executor.routes import Place, Route, Routes
 from anabranch.executor.running.remote import RemotePart
 from anabranch.executor.running.runner import rows_of
 from anabranch.executor.running.window import HEADER_SIZE
@@ -70,34 +69,27 @@ def plan_step(
         batch: this worker's; ``None`` if none has been seen.
         remote: the servers' side; ``None`` if nothing is served.
     """
-    mode, step = spec.comm_mode, spec.training[name]
+    step = spec.training[name]
     links, surveys, rank = _measured(spec, workers, step, batch, remote)
     survey, servers = surveys[rank], len(job().servers) or int(remote is not None)
-    costs = {
-        each: _Costs(spec, step, routes, surveys, rank, links)
-        for each in (None, *COMM_MODES)
-        if (routes := spec.routes if each == mode else spec.others.get(each)) is not None
-    }
-    used = costs[mode]
+    costs = _Costs(spec, step, surveys, rank, links)
     notes = ["without a batch, compute time and table lookups are not included"] if survey is None else [*survey.notes]
     if spec.cache is not None and spec.routes.at(Place.ROWS):
         notes.append("cached rows are not sent again, so the servers' figures are upper bounds")
-    if links.keys() == {"servers"} and (remote is None or not remote.is_open):
+    if links.keys() == {"servers"} and remote is not None and not remote.is_open:
         notes.append("nothing is on the servers yet, so their bandwidth is not measured")
-    modes = tuple(ModeCost(each, cost.bytes, sum(cost.parts.values())) for each, cost in costs.items())
-    crossed = {boundary: link for boundary, link in links.items() if boundary in used.bytes}
-    lines = tuple(used.rows), used.bytes, used.parts
-    return Plan(name, mode, len(surveys), servers, *lines, crossed, modes, tuple(notes))
+    crossed = {boundary: link for boundary, link in links.items() if boundary in costs.bytes}
+    rows = tuple(costs.rows)
+    return Plan(name, spec.comm_mode, len(surveys), servers, rows, costs.bytes, costs.parts, crossed, tuple(notes))
 
 
 def _measured(
     spec: Spec, workers: Workers | None, step: TrainStep, batch: Structure | None, remote: RemotePart | None
 ) -> tuple[Mapping[str, LinkCost], Sequence[StepSurvey | None], int]:
     """Return rank 0's links, every worker's survey, and this worker's rank."""
-    with nullcontext() if workers is None else _uncounted(workers):
-        exchange(workers, None, type(None), "plan")  # all begin to measure together
-        mine = _links(spec, workers, remote), _survey(step, batch, spec.routes)
-        everyone = exchange(workers, mine, tuple[dict[str, LinkCost], StepSurvey | None], "plan")
+    exchange(workers, None, type(None), "plan")  # all begin to measure together
+    mine = _links(spec, workers, remote), _survey(step, batch, spec.routes)
+    everyone = exchange(workers, mine, tuple[dict[str, LinkCost], StepSurvey | None], "plan")
     return everyone[0][0], [survey for _, survey in everyone], 0 if workers is None else workers.rank
 
 
@@ -122,9 +114,6 @@ def _links(spec: Spec, workers: Workers | None, remote: RemotePart | None) -> di
     if remote is not None:
         with remote.client.uncounted():
             links["servers"] = _servers(spec, remote.client, spec.routes if remote.is_open else [], links)
-    elif spec.others:
-        with ParameterClient(timeout=spec.timeout) as client:
-            links["servers"] = _servers(spec, client, [], links)
     return links
 
 
@@ -161,7 +150,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 class _Costs:
-    """The traffic and time of a step whose parameters live as ``routes`` say.
+    """The traffic and time of a step.
 
     Attributes:
         rows: of the plan's table.
@@ -173,7 +162,6 @@ class _Costs:
         self,
         spec: Spec,
         step: TrainStep,
-        routes: Routes,
         surveys: Sequence[StepSurvey | None],
         rank: int,
         links: Mapping[str, LinkCost],
@@ -196,13 +184,13 @@ class _Costs:
         parameters = set(step.model.parameters())
         mine = Routes(
             route
-            for route in routes
+            for route in spec.routes
             if (route.parameter in embeddings if route.tensor is None else route.tensor in parameters)
         )
         short = all(map(_has_short_ids, mine.at(Place.ROWS)))
         self.rows = [self._row(route, pushes_short=short) for route in mine]
         self._votes = spec.consistency.merges and (spec.cache is None or spec.cache.push_bound == 0)
-        if not self._alone and spec.run_together(routes):
+        if not self._alone and spec.run_together(spec.routes):
             self._add_headers(mine)
         if mine.served:
             # Rows are read in one message a run, parameters in one a step, and all are pushed in one; a norm takes two.
@@ -285,16 +273,6 @@ def _row_bytes(route: Route, count: int, compression: Compression | None, *, sho
     return (4 if short else 8) * count + Share(route.dtype, (count, _width(route)), "rows").bytes(compression)
 
 
-@contextmanager
-def _uncounted(workers: Workers) -> Iterator[None]:
-    """Leave the workers' counts unchanged: planning is not a step."""
-    counts = workers.bytes_sent, workers.wait_seconds
-    try:
-        yield
-    finally:
-        workers.bytes_sent, workers.wait_seconds = counts
-
-
 # The plan as a value.
 
 
@@ -350,26 +328,6 @@ class PlanRow:
 
 
 @dataclass(frozen=True, slots=True)
-class ModeCost:
-    """The traffic and time of the step in one ``comm_mode``. ``str`` of it is a line of the table.
-
-    Attributes:
-        comm_mode: the mode.
-        bytes: of one worker in a step, by boundary.
-        seconds: that a step should take.
-    """
-
-    comm_mode: str | None
-    bytes: Mapping[str, int]
-    seconds: float
-
-    def __str__(self) -> str:
-        return _line(
-            str(self.comm_mode), ", ".join(self.bytes), f"{sum(self.bytes.values()):,}", _seconds_in_words(self.seconds)
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """The plan of a training step: ``print(plan)`` shows a table of at most 80 columns.
 
@@ -381,7 +339,6 @@ class Plan:
         bytes: of one worker in a step, by boundary, headers included: all that ``Executor.statistics()`` counts.
         parts: the expected seconds of a step, by cause: ``"compute"``, and each boundary.
         links: the measured speed of each boundary.
-        modes: the same step in every mode that is possible here, the one in use included.
         notes: what the figures do not include.
     """
 
@@ -393,7 +350,6 @@ class Plan:
     bytes: Mapping[str, int]
     parts: Mapping[str, float]
     links: Mapping[str, LinkCost] = field(default_factory=dict)
-    modes: tuple[ModeCost, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -410,7 +366,6 @@ class Plan:
         for part, seconds in self.parts.items():
             size = f"{self.bytes[part]:,}" if part in self.bytes else ""
             lines.append(_line(f"  {part}", str(self.links.get(part, "")), size, _seconds_in_words(seconds)))
-        lines += ["", _line("comm_mode", "what is crossed", "bytes a step", "time"), *map(str, self.modes)]
         return "\n".join([*lines, *self.notes])
 
 

@@ -290,9 +290,7 @@ def _place(
         return Place.WORKERS, why or "comm_mode='AllReduce'"
     if obstacle:
         if override is not None:
-            raise ValueError(
-                f"routes={{{name!r}: {override!r}}}: it stays on the workers ({obstacle}); leave the route out"
-            )
+            raise ValueError(f"routes={{{name!r}: {override!r}}}: it stays on the workers ({obstacle}); leave it out")
         return Place.WORKERS, obstacle
     if looked_up:
         return Place.ROWS, why or f"an embedding's table under {mode}"

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -19,7 +17,6 @@ from anabranch.choices import choice
 from anabranch.deadline import check_seconds
 from anabranch.executor.routes import CommMode, Routes, comm_mode_of, plan_routes
 from anabranch.executor.steps import Step, StepDescription, TrainStep, distinct_models, named_steps
-from anabranch.job import job
 from anabranch.parameter_server import Consistency
 from anabranch.pipeline import Pipe
 from anabranch.tables import Cache
@@ -39,14 +36,12 @@ class Spec:
     Attributes:
         models: every model and loss module once, by the prefix of its tensors' names.
         routes: the place of each parameter under ``comm_mode``, the mode in use.
-        others: their places in the other modes in which this job could train the same models.
     """
 
     steps: Mapping[str, Step]
     models: Mapping[str, nn.Module]
     comm_mode: CommMode | None
     routes: Routes
-    others: Mapping[CommMode | None, Routes] = field(default_factory=dict)
     consistency: Consistency = field(default_factory=lambda: Consistency.parse("bsp"))
     engine: EngineName = "tape"
     compile: bool = False
@@ -111,10 +106,10 @@ def spec_of(
     options["served"] = choice("served", options["served"], ("refuse", "adopt", "replace"))
     _check_options(**options)
     caches = options["cache"] is not None
-    routes_in = partial(plan_routes, named, models, overrides=routes, use_sparse_pull=use_sparse_pull, caches=caches)
-    spec = Spec(named, models, mode, routes_in(mode), consistency=ordering, **options)
+    places = plan_routes(named, models, mode, routes, use_sparse_pull=use_sparse_pull, caches=caches)
+    spec = Spec(named, models, mode, places, consistency=ordering, **options)
     _check_engine(spec)
-    return replace(spec, others=_other_modes(spec, routes_in))
+    return spec
 
 
 def _check_options(*, cache: object, check_workers: object, **others: Any) -> None:
@@ -144,22 +139,6 @@ def _check_engine(spec: Spec) -> None:
                 f"step {name!r} has precision='float16', whose loss is scaled on the tape, but engine='graph' was "
                 "requested; use precision='bfloat16', or engine='tape'"
             )
-
-
-def _other_modes(spec: Spec, routes_in: Callable[[CommMode | None], Routes]) -> dict[CommMode | None, Routes]:
-    several = job().world_size > 1
-    pipes = any(isinstance(step.model, Pipe) for step in spec.steps.values())
-    if not job().servers or (spec.comm_mode is None and several) or pipes:
-        return {}
-    others: dict[CommMode | None, Routes] = {}
-    for mode in (*(["AllReduce"] if several else [None]), "PS", "Hybrid"):
-        if mode != spec.comm_mode:
-            with suppress(ValueError):  # of a mode that is not possible
-                routes = routes_in(mode)
-                if routes.served:
-                    spec.check_served()
-                others[mode] = routes
-    return others
 
 
 # What belongs to one part alone.

@@ -299,10 +299,8 @@ def _optimizers(given: Optimizer | Sequence[Optimizer], model: nn.Module) -> tup
                     f"{tuple(parameter.shape)} that is not the model's; make it a parameter of "
                     f"{type(model_of(model)).__name__}, or of a module that is the step's loss"
                 )
-            if owner.setdefault(parameter, index) != index:
-                raise ValueError(
-                    f"optimizers {owner[parameter]} and {index} both hold {names[parameter]!r}; split them"
-                )
+            if (first := owner.setdefault(parameter, index)) != index:
+                raise ValueError(f"optimizers {first} and {index} both hold {names[parameter]!r}; split them")
     return tuple(optimizers)
 
 
@@ -320,9 +318,7 @@ def _schedulers(
         if isinstance(scheduler, ReduceLROnPlateau):
             raise ValueError("ReduceLROnPlateau needs a metric, which a training step does not have; step it yourself")
         if not any(scheduler.optimizer is optimizer for optimizer in optimizers):
-            raise ValueError(
-                f"scheduler {index} ({type(scheduler).__name__}) belongs to none of this step's optimizers"
-            )
+            raise ValueError(f"scheduler {index} ({type(scheduler).__name__}) is for none of this step's optimizers")
     return tuple(schedulers)
 
 

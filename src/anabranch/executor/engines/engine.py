@@ -196,11 +196,6 @@ class Engine:
         """The model's parameters that are here, by name: looked up at the first run, when tables have moved."""
         return parameters_here(self._step.model)
 
-    def follow_model(self) -> None:
-        """Look up the model's parameters again: an optimizer was given new ones."""
-        vars(self).pop("parameters", None)
-        vars(self).pop("late_check", None)
-
     @cached_property
     def late_check(self) -> LateCheck | None:
         """The check that a lone worker's step on a GPU does not wait for, or None where it has to."""

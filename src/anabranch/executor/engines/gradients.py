@@ -9,23 +9,21 @@ from __future__ import annotations
 import copy
 import operator
 import threading
-import weakref
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anabranch.choices import listed
 from anabranch.errors import NonFinite
 from anabranch.graph.step.bound_state import identical
-from anabranch.tensors import flatten
 
 _LARGE = 1 << 15  # elements of a tensor on the CPU that a sum, which only reads, checks faster
 _FIRST_SCALE = 2.0**16
@@ -174,28 +172,22 @@ class LateCheck:
     Args:
         optimizers: whose kernels do so, all with ``fused=True``.
         device: of their parameters and gradients.
-        schedulers: of the optimizers; they step with every step, and go back behind one that has updated nothing, with
-            the numbers that nobody else has changed since.
+        schedulers: of the optimizers; they step with every step, and go back behind one that has updated nothing.
     """
 
     def __init__(
         self, optimizers: Sequence[Optimizer], device: torch.device, schedulers: Sequence[LRScheduler] = ()
     ) -> None:
         on_gpu = device.type == "cuda"
-        self._optimizers, self._schedulers = optimizers, [*schedulers]
-        for one in self._schedulers:  # and those that they hold, such as the one behind a warm-up
-            inner = (other for other in flatten(vars(one))[0] if isinstance(other, LRScheduler))
-            self._schedulers += [other for other in dict.fromkeys(inner) if other not in self._schedulers]
+        self._optimizers, self._schedulers = optimizers, schedulers
         self._bad = torch.zeros((), device=device, dtype=torch.float32)
         self._answer = torch.zeros((), device="cpu", dtype=torch.float32, pin_memory=on_gpu)
         self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
-        self._open = self._looked = self._failed = False
+        self._open = self._looked = False
         self._stepped: list[Tensor] = []  # all that have state, and those of the last look
         self._looked_at: list[Tensor] = []
-        self._before: _Numbers = []  # at the step, and behind it
-        self._behind: _Numbers = []
-        self._schedules: list[dict[str, Any]] = []
-        _checks.add(self)
+        self._schedules: list[dict[str, Any]] = []  # before the step
+        self._numbers: list[dict[str, Any]] = []
 
     @contextmanager
     def heeded(self) -> Iterator[None]:
@@ -209,10 +201,8 @@ class LateCheck:
             yield
             whole = True
         finally:
-            if self._looked:
-                self._behind = self._numbers()
-                if not whole:
-                    self.failed()  # the step was not counted
+            if self._looked and not whole:
+                self.failed()  # the step was not counted
             for optimizer in self._optimizers:
                 vars(optimizer).pop("found_inf", None)
 
@@ -237,66 +227,37 @@ class LateCheck:
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._bad.device))  # the current device may be another
         self._open = self._looked = True
-        self._schedules, self._before = [_copy(one.state_dict()) for one in self._schedulers], self._numbers()
+        own = {id(one): one for one in (*self._optimizers, *self._groups())}  # which a scheduler may have at hand
+        self._schedules = [copy.deepcopy(one.state_dict(), own) for one in self._schedulers]
+        self._numbers = [
+            {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+            for group in self._groups()
+        ]
         return True
 
-    def _numbers(self) -> _Numbers:
-        """Return the optimizers' groups, and what schedulers may change of them."""
-        groups = [group for one in self._optimizers for group in one.param_groups] if self._schedulers else []
-        return [(group, {key: _copy(group[key]) for key in group if key != "params"}) for group in groups]
+    def _groups(self) -> list[dict[str, Any]]:
+        """Return the optimizers' groups, if there are schedulers to change them."""
+        return [group for one in self._optimizers for group in one.param_groups] if self._schedulers else []
 
     def failed(self) -> bool:
-        """Return True, once, if the gradients last looked at were not finite; the schedulers are then back before.
-
-        So are those that it shares with other steps, before this one steps them.
-        """
-        for check in list(_checks):
-            if check is self or not set(check._schedulers).isdisjoint(self._schedulers):
-                check._settle()
-        failed, self._failed = self._failed, False
-        return failed
-
-    def _settle(self) -> None:
+        """Return True, once, if the gradients last looked at were not finite; the schedulers are then back before."""
         if not self._open:
-            return
+            return False
         if self._copied is not None:
             self._copied.synchronize()
         self._open = False
         if not self._answer.item():
-            return
+            return False
         self._bad.zero_()
-        self._failed = True
         for scheduler, schedule in zip(self._schedulers, self._schedules, strict=True):
             scheduler.load_state_dict(schedule)
-        for (group, before), (_, behind) in zip(self._before, self._behind, strict=False):
-            for key, value in before.items():
-                if not _same(group.get(key), behind.get(key)):
-                    continue
-                if isinstance(value, Tensor):  # a rate that is a tensor is filled in place
-                    group[key].copy_(value)
+        for group, before in zip(self._groups(), self._numbers, strict=False):
+            for key in before.keys() - {"params"}:
+                if isinstance(group[key], Tensor):  # a rate that is a tensor is filled in place
+                    group[key].copy_(before[key])
                 else:
-                    group[key] = value
-
-
-_Numbers: TypeAlias = "list[tuple[dict[str, Any], dict[str, Any]]]"
-_checks: weakref.WeakSet[LateCheck] = weakref.WeakSet()
-
-
-def _copy(value: Any) -> Any:
-    """Return a copy of what may be changed in place, but for other objects: a scheduler may have its optimizer."""
-    if isinstance(value, nn.Parameter) or (isinstance(value, dict) and "params" in value):  # or its groups
-        return value
-    if isinstance(value, dict | list | set | deque):
-        value = copy.copy(value)  # of the class that it has, such as a Counter
-        for key in value if isinstance(value, dict) else range(len(value) if isinstance(value, list) else 0):
-            value[key] = _copy(value[key])
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _same(one: object, other: object) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return type(one) is type(other) and one == other
+                    group[key] = before[key]
+        return True
 
 
 def _values(gradient: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from torch import Tensor
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.collectives import Workers
 from anabranch.executor.engines.engine import NORM, Begin, Engine, Fetch, GradientSink, StepOutput
-from anabranch.executor.likeness import exchange
+from anabranch.executor.exchange import exchange
 from anabranch.executor.steps import Step, TrainStep
 from anabranch.pipeline import Pipe
 from anabranch.pipeline.microbatch import scatter

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from anabranch.collectives import Workers
-from anabranch.executor.likeness import exchange
+from anabranch.executor.exchange import exchange
 from anabranch.executor.loaders.loading import ENDED, NOTHING, BoundLoader
 from anabranch.liveness.membership import own_place
 from anabranch.record import spans

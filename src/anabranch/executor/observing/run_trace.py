@@ -11,7 +11,7 @@ import warnings
 from pathlib import Path
 
 from anabranch.collectives import Workers
-from anabranch.executor.likeness import exchange, together
+from anabranch.executor.exchange import exchange, together
 from anabranch.record import spans
 from anabranch.record.process import process_name
 from anabranch.record.trace import as_lines, check_trace_path, footer, header, read_part, write_trace

@@ -38,12 +38,12 @@ from anabranch.collectives import Workers, differentiable
 from anabranch.collectives.shared_memory import NUMBERS, FlatForm, SharedSum, load_kernels, shared_sums
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, PeerLost
-from anabranch.executor.likeness import exchange
+from anabranch.executor.exchange import exchange, send_state
 from anabranch.executor.observing.watching import MembershipRecord
 from anabranch.executor.randomness import RandomMoment
 from anabranch.executor.running.remote import RemotePart
 from anabranch.executor.running.runner import ShareOf, StepRunner, is_share
-from anabranch.executor.saving.saving import Saver, send_state
+from anabranch.executor.saving.saving import Saver
 from anabranch.executor.spec import Spec
 from anabranch.job import job
 from anabranch.liveness.group import rank_names

@@ -33,7 +33,7 @@ from anabranch.choices import listed
 from anabranch.collectives import Workers
 from anabranch.deadline import Deadline
 from anabranch.errors import BoundaryError, LostUpdate
-from anabranch.executor.likeness import exchange
+from anabranch.executor.exchange import exchange
 from anabranch.executor.routes import Place, ServedParameter
 from anabranch.executor.spec import Served, Spec
 from anabranch.executor.statistics import TableLoads
@@ -119,7 +119,6 @@ class RemotePart:
         self._edges: dict[str, tuple[int, int]] = {}  # ids without a row and evicted rows, by table
         self._full: set[str] = set()  # tables without room for an id, of which a warning was given
         self._before = ""  # the client that had joined the servers last
-        self._replaced_later: set[str] = set()
         self._hooks = ExitStack()
         self.place = None
         if (
@@ -156,7 +155,6 @@ class RemotePart:
             self.embeddings = sorted({name for _, embeddings in everyone for name in embeddings})
             self.served = {*self.embeddings, *(name for names, _ in everyone for name in names)}
             steps_there = self._on_servers() if self._trains else {}
-            self._replaced_later = steps_there.keys() & set(self.embeddings)
             if self._trains and not steps_there:
                 self._open(())
             else:
@@ -363,6 +361,7 @@ class RemotePart:
         expected: Mapping[str, Tensor] | None = None,
         between: Callable[[], None] | None = None,
         keeps_reads: bool = False,
+        watches: bool = False,
     ) -> None:
         """Begin a run or an evaluation, with the copies read again if they are not recent enough for it.
 
@@ -372,16 +371,11 @@ class RemotePart:
             expected: ids by table that the run is expected to look up.
             between: called when the step has read as often as the previous one did.
             keeps_reads: keep the rows for a second forward.
+            watches: note what is looked up.
 
         Raises:
             LostUpdate: a local copy of a parameter on the servers was changed.
-            ValueError: tables that it would read are to be replaced.
         """
-        if not self.is_open and self._served_choice == "replace" and self._replaced_later:
-            raise ValueError(
-                f"the servers hold {', '.join(sorted(self._replaced_later))} of an earlier Executor, which the first "
-                "training run or save replaces; evaluate after it"
-            )
         if training:
             self._refuse_step_hooks()
         else:
@@ -397,6 +391,7 @@ class RemotePart:
                 move.check()
         self.tables.keeps_reads = keeps_reads
         self.tables.begin(self.clock, training=training, between=between)
+        self.tables.lookups = [] if watches else None
         if due:
             self._refresh(waits=training)
             if training and not self.whole.names and not self.consistency.merges and lag is not None:

@@ -27,10 +27,11 @@ from torch.optim import Optimizer
 from anabranch.autodiff.moved_parameter import Switch, from_within, parameters_here
 from anabranch.choices import listed
 from anabranch.collectives import GradientBuckets, Workers
-from anabranch.errors import BoundaryError, NonFinite, WorkersDiffer
+from anabranch.errors import BoundaryError, NonFinite
 from anabranch.executor.engines.engine import NOTHING, Engine, Fetch, StepOutput
 from anabranch.executor.engines.gradients import LossScale, clip_scale, clip_values, elements, nonfinite_error
-from anabranch.executor.likeness import Drift, FirstBatches, exchange
+from anabranch.executor.exchange import exchange
+from anabranch.executor.likeness import Drift
 from anabranch.executor.loaders.leaf_ids import LeafIds
 from anabranch.executor.running.remote import refusal_of
 from anabranch.executor.running.window import RemoteWindow, Total, header, total_of
@@ -53,7 +54,7 @@ class StepRunner:
         workers: the group to average over, of more than one; ``None`` trains alone.
         buckets: sum what is here over runs and workers.
         servers: the window of what of the step is on servers, if anything is.
-        first: compares the workers' first batches, if there are several workers.
+        first: compares the workers' first batches and returns their rows, if there are several workers.
         drift: compares the workers' parameters, if they are to be compared.
         number: of the step among the executor's training steps, the same on all workers.
         ids: learns which rows a batch looks up, if there are tables on servers.
@@ -67,7 +68,7 @@ class StepRunner:
         workers: Workers | None,
         buckets: GradientBuckets,
         servers: Sequence[RemoteWindow],
-        first: FirstBatches | None,
+        first: Callable[[float, Structure | None], Tensor | None] | None,
         drift: Drift | None,
         *,
         number: int,
@@ -91,11 +92,10 @@ class StepRunner:
         self._broken = False
         self._started = False
         optimizers = step.optimizers
-        self._own_zero_grads = any(
-            type(one).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(one) for one in optimizers
-        )
-        self._held = [p for optimizer in step.optimizers for p in parameters_of(optimizer)]
-        self._known = {*step.model.parameters(), *self._held}  # to others too
+        own = (one for one in optimizers if type(one).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(one))
+        self._own_zero_grads = [one.zero_grad for one in own]
+        self._optimized = [p for optimizer in step.optimizers for p in parameters_of(optimizer)]
+        self._known = {*step.model.parameters(), *self._optimized}
         self._calls = 0  # failed ones too: a worker that caught its own error is one ahead of the others
         self.stop_seen = False  # a worker had asked to stop before the last run; the same on all workers
         self.newcomers, self.newcomers_seen = False, False  # they wait: this worker, or any before the last run, saw it
@@ -150,18 +150,24 @@ class StepRunner:
         if self._workers is not None:
             for servers in self._servers:
                 servers.part.check_unchanged()  # before the others wait for what this worker alone would sum
-            self._broken = True  # unless all workers have frozen the same
-            if self._layout is None:
-                self._compare_frozen()
-            else:
-                # The others are told in a run without rows: they may know of nothing.
-                self._buckets.start_window()
-                self._start_run(None, 0.0, 0.0, refrozen=True)()
-                self._buckets.launch_rest()
-                self._compare_frozen()
-                self._buckets.finish(1.0)
-            self._broken = False
+            with self._in_step():  # unless all workers have frozen the same
+                if self._layout is None:
+                    self._compare_frozen()
+                else:
+                    # The others are told in a run without rows: they may know of nothing.
+                    self._buckets.start_window()
+                    self._start_run(None, 0.0, 0.0, refrozen=True)()
+                    self._buckets.launch_rest()
+                    self._compare_frozen()
+                    self._buckets.finish(1.0)
         self._build(layout)
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """Do what all workers do together: one that fails in it does not know the state of the others any more."""
+        self._broken = self._workers is not None
+        yield
+        self._broken = False
 
     def _compare_frozen(self) -> None:
         """Raise ``ValueError`` on all workers if they have not frozen the same parameters."""
@@ -186,9 +192,8 @@ class StepRunner:
                     f"{', '.join(summed)} was frozen when the Executor was made and is not now; under this consistency "
                     "the workers do not sum gradients among themselves: make a new Executor"
                 )
-        broken, self._broken = self._broken, self._workers is not None  # unless all come to lay out the same buckets
-        self._buckets.lay_out(summed, _sparse_tables(self.step))
-        self._broken = broken
+        with self._in_step():
+            self._buckets.lay_out(summed, _sparse_tables(self.step))
         self.engine.lay_out()
 
     def run(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput:
@@ -200,8 +205,8 @@ class StepRunner:
                 ran = self._run_whole(batch, rows, fetch)
                 if ran is not None:
                     return ran
-            held = set(self._held)
-            others = [p for p in self._parameters if p.grad is not None and p not in held]
+            optimized = set(self._optimized)
+            others = [p for p in self._parameters if p.grad is not None and p not in optimized]
             # Copies: the originals may be in the buckets.
             self._aside = [(p, p.grad.clone()) for p in others if p.grad is not None]
         elif fetch.wants_norm and self._servers and self.step.clip_grad_norm is None:
@@ -225,31 +230,19 @@ class StepRunner:
                 expected=expected,
                 between=self._between,
                 keeps_reads=self.engine.reads_again,
+                watches=self.ids is not None and self.ids.watching,
             )
         if not rows > 0:
             return cast(StepOutput, self._add_nothing(fetch, active=True))
-        with self._learning(), self._window_kept_whole():
+        with self._window_kept_whole():
             ran, total = self._differentiate(batch, rows, fetch)
             self._end_run(total, fetch)
+        if self.ids is not None:
+            for servers in self._servers:
+                self.ids.end(servers.part.tables.lookups or (), servers.part.tables.unexpected)
         self._raise_at_end()
         self._returned = {}
         return ran if self._workers is None else StepOutput(self._loss_of(total.loss, total.rows), ran.returned)
-
-    @contextmanager
-    def _learning(self) -> Iterator[None]:
-        """Let the lookups of the block be learned from, if it ends without an error."""
-        if self.ids is None:
-            yield
-            return
-        for servers in self._servers:
-            servers.part.tables.lookups = [] if self.ids.watching else None
-        try:
-            yield
-            for servers in self._servers:
-                self.ids.end(servers.part.tables.lookups or (), servers.part.tables.unexpected)
-        finally:
-            for servers in self._servers:
-                servers.part.tables.lookups = None
 
     def _differentiate(self, batch: Structure, rows: float, fetch: Fetch) -> tuple[StepOutput, Total]:
         weight = rows if self._averages else 1.0
@@ -295,14 +288,11 @@ class StepRunner:
         """
         if self._first is None:
             return
-        try:
-            counts = self._first.exchange(rows, batch)
-        except BaseException:
-            self._broken = self._workers is not None
-            raise
+        with self._in_step():
+            counts = self._first(rows, batch)
         if counts is not None:
             self._first = None
-            if self._workers is not None and self.step.reduction == "mean" and self.mean_rows is None:
+            if self.step.reduction == "mean" and self.mean_rows is None:
                 self.mean_rows = (counts.sum() / counts.count_nonzero()).item()
 
     def _end_backward(self) -> None:
@@ -354,13 +344,11 @@ class StepRunner:
     def compare_workers(self) -> None:
         """Raise ``WorkersDiffer`` if the workers' parameters differ by more than rounding; every worker calls it."""
         if self._drift is not None:
-            self._broken = True  # unless the comparison ends, which it does on all workers alike
-            try:
-                self._drift.check(self._alike_at, self.steps)
-            except WorkersDiffer:
-                self._broken = False
-                raise
-            self._alike_at, self._broken = self.steps, False
+            with self._in_step():
+                error = self._drift.find(self._alike_at, self.steps)
+            if error is not None:
+                raise error
+            self._alike_at = self.steps
 
     @contextmanager
     def _window_kept_whole(self) -> Iterator[None]:
@@ -386,9 +374,9 @@ class StepRunner:
     def _run_whole(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput | None:
         """Run the whole step at once: without sinks nothing is summed."""
         self._follow_optimizers()
-        if self._own_zero_grads:
-            self._call_own_zero_grads()
-        for parameter in self._held:
+        for zero_grad in self._own_zero_grads:
+            zero_grad()
+        for parameter in self._optimized:
             parameter.grad = None
         engine = self.engine
         late = engine.late_check  # which optimizers heed, also those that a graph captures
@@ -453,8 +441,8 @@ class StepRunner:
         """Start a window if none is open, and clear the gradients of the last run."""
         self._follow_optimizers()
         if self.in_window == 0:
-            if self._own_zero_grads:
-                self._call_own_zero_grads()
+            for zero_grad in self._own_zero_grads:
+                zero_grad()
             self._lay_out()
             self._buckets.start_window()
             for servers in self._servers:
@@ -465,35 +453,25 @@ class StepRunner:
             parameter.grad = None
 
     def _follow_optimizers(self) -> None:
-        """Add parameters of the model that were newly given to an optimizer.
+        """Take note of parameters that were given to an optimizer, or taken from it.
 
         Raises:
-            ValueError: a parameter that is not the model's, or one that others would have to know of.
+            ValueError: one that the model did not have.
         """
-        held: list[Tensor] = []
+        now: list[Tensor] = []
         for optimizer in self.step.optimizers:
             for group in optimizer.param_groups:
-                held += group["params"]
-        if identical(held, self._held):
+                now += group["params"]
+        if identical(now, self._optimized):
             return
-        now = {*parameters_here(self.step.model).values()}
-        added = [(o, p) for o in self.step.optimizers for p in parameters_of(o) if p not in self._known]
-        alone = self._workers is None and not self._servers and self.in_window == 0
-        for optimizer, parameter in added:
-            if parameter not in now or not alone:
-                raise ValueError(
-                    f"{type(optimizer).__name__} was given a parameter of shape {tuple(parameter.shape)} that the "
-                    f"model {'did not have when the Executor was made' if parameter in now else 'does not have'}; "
-                    "make a new TrainStep and Executor"
-                )
-        if added:
-            if self.engine.settle():
-                self._uncount()
-            self._known.update(parameter for _, parameter in added)
-            self._layout = None
-            vars(self).pop("_parameters", None)
-            self.engine.follow_model()
-        self._held = held
+        for optimizer in self.step.optimizers:
+            for parameter in parameters_of(optimizer):
+                if parameter not in self._known:
+                    raise ValueError(
+                        f"{type(optimizer).__name__} was given a parameter of shape {tuple(parameter.shape)} that the "
+                        "model did not have when the Executor was made; make a new TrainStep and Executor"
+                    )
+        self._optimized = now
 
     def _check_thawed(self) -> None:
         """Raise ``ValueError`` for a parameter that was unfrozen in this run only."""
@@ -505,13 +483,6 @@ class StepRunner:
                     f"{names[parameter]!r} was thawed (requires_grad) inside the loss or in an open accumulation "
                     "window; do it between two optimizer steps"
                 )
-
-    def _call_own_zero_grads(self) -> None:
-        """Call ``zero_grad``, of which an optimizer has its own."""
-        for optimizer in self.step.optimizers:
-            optimizer.zero_grad()
-        if any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in self._held):
-            raise ValueError("zero_grad of an optimizer leaves gradients, to which no step adds; let it clear them")
 
     def _closes_window(self) -> bool:
         return self._closing or self.in_window + 1 == self.step.accumulate
@@ -610,9 +581,9 @@ class StepRunner:
 
     def _pass_over(self, names: list[str]) -> None:
         """Skip the step, or let it end in an error."""
-        named, held = self.engine.parameters, set(self._held)
+        named, optimized = self.engine.parameters, set(self._optimized)
         for name in names:
-            if name in named and named[name] not in held:
+            if name in named and named[name] not in optimized:
                 named[name].grad = None  # no optimizer clears it, and it would make all later steps non-finite
         self.decided += 1
         if self.step.skip_nonfinite:

@@ -7,7 +7,10 @@
     group "servers.<..>"  what is on servers, with state and stamps, as stored on the shards: streamed from there
     group "state"         the tensors in all other state: of schedulers, modules, the user's objects, and of each worker
                           its random number generators, loader positions, and buffers that differ from rank 0's
-    state                 everything that is not a tensor, see ``_State``
+    state                 everything that is not a tensor: whose run it is and how many ranks saved it; "optimizers" and
+                          "schedulers" by step; "ranks": of each its generators, loaders, counts, pipes and buffers;
+                          "servers": what they say of their groups; "moved": the names of each parameter there; "extra":
+                          modules' own state; "modes": what is frozen; "objects": the user's
 
 Rank 0 writes; the state of single workers is gathered first. Parameters are identified by name, not by position.
 What was saved from servers is loaded there as it is, where it lives there again, else put into model and optimizer; so
@@ -18,17 +21,14 @@ a worker without stages is a row of its own.
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-import msgspec
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -39,13 +39,13 @@ from anabranch.autodiff.moved_parameter import MovedParameter, Switch, from_with
 from anabranch.checkpoint import Checkpoint
 from anabranch.checkpoint.generations import Replaced
 from anabranch.checkpoint.reading import again
-from anabranch.checkpoint.state import decode, encode
+from anabranch.checkpoint.state import encode
 from anabranch.checkpoint.storage import Place, as_place
 from anabranch.checkpoint.tensor_file import Blocks
 from anabranch.collectives import Workers
 from anabranch.deadline import Deadline
-from anabranch.errors import BoundaryError, CheckpointError, DeadlineExceeded
-from anabranch.executor.likeness import exchange, together
+from anabranch.errors import CheckpointError, DeadlineExceeded
+from anabranch.executor.exchange import exchange, pack, together, unpack
 from anabranch.executor.loaders.loading import BoundLoader
 from anabranch.executor.own_state import OwnState
 from anabranch.executor.randomness import random_state, restore_random_state
@@ -72,58 +72,13 @@ from anabranch.parameter_server.client.saved_tables import SavedTables, check, w
 from anabranch.pipeline import Pipe
 from anabranch.pipeline.pipe import PipeRanks
 from anabranch.tables import ParameterState, RowOptimizer, TableSpec, from_torch, to_torch
-from anabranch.tensors.dtypes import as_bytes, dtype_name, dtype_named
 
 _log = logging.getLogger("anabranch.executor")
 
 _FORMAT = 6
-_PIECE_BYTES = 16 << 20  # of the state that workers have alike, on its way
 _ON_SERVERS = "on servers"  # in place of a parameter's state in its optimizer: its name there
 
 _T = TypeVar("_T")
-
-
-class _SchedulerState(TypedDict):
-    kind: str
-    state: object
-
-
-class _Part(TypedDict):
-    """A rank's part of the model: all of it, or a stage."""
-
-    model: dict[str, Tensor]
-    extra: dict[str, object]
-    optimizers: dict[str, list[OptimizerState]]
-    modes: dict[str, bool]
-    moved: dict[str, list[str]]
-
-
-class _RankState(TypedDict):
-    """The state of one rank; ``part`` on its way to rank 0 only, of a stage behind the first."""
-
-    random: dict[str, object]
-    loaders: dict[str, object]
-    counts: dict[str, dict[str, Any]]
-    pipes: dict[str, tuple[int, int]]
-    buffers: dict[str, Tensor]
-    part: _Part | None
-
-
-class _State(TypedDict):
-    """A checkpoint's state, its tensors included."""
-
-    format: int
-    run: dict[str, Any]
-    workers: int
-    stages: int
-    optimizers: dict[str, list[OptimizerState]]
-    schedulers: dict[str, list[_SchedulerState]]
-    ranks: list[_RankState]
-    servers: Any
-    moved: dict[str, list[str]]
-    extra: dict[str, object]
-    modes: dict[str, bool]
-    objects: dict[str, object]
 
 
 class Saver:
@@ -156,8 +111,7 @@ class Saver:
         self._runners = runners
         self._workers = None if workers is None or not workers.several else workers
         self._pipes = {prefix: model for prefix, model in self._models.items() if isinstance(model, Pipe)}
-        # By the names of now: other workers know no parameters that are added later.
-        self._first_parameters = {name: names_of(step.model) for name, step in self._steps.items()}
+        self._parameters = {name: names_of(step.model) for name, step in self._steps.items()}
         self._stages, self._moved = stages, [] if remote is None else remote.moved
         self._call = "save"
         self._run = RunName(shared=workers is not None)
@@ -188,11 +142,6 @@ class Saver:
         except ValueError as error:
             raise ValueError(f"{error}; or give what holds it a state_dict() without it") from None
 
-    def _parameters(self, step: str) -> dict[str, Tensor]:
-        """Return a step's parameters by name; only a worker alone may add some after construction."""
-        first = self._first_parameters[step]
-        return first if self.remote is not None or self._size > 1 else first | names_of(self._steps[step].model)
-
     # Saving.
 
     def save(self, path: Place, *, wait: bool = True) -> None:
@@ -210,14 +159,14 @@ class Saver:
             self.remote.open()
             self.remote.settle()
         part = self._together(self._part, "could not read its part of the model")
-        mine = _RankState(
-            random=random_state(),
-            loaders={name: loader.state() for name, loader in self.loaders.items()},
-            counts={name: runner.state() for name, runner in self._runners.items()},
-            pipes={prefix: (pipe.seed, pipe.calls) for prefix, pipe in self._pipes.items()},
-            buffers=self._buffers() if self._row else {},
-            part=part if self._rank else None,
-        )
+        mine = {
+            "random": random_state(),
+            "loaders": {name: loader.state() for name, loader in self.loaders.items()},
+            "counts": {name: runner.state() for name, runner in self._runners.items()},
+            "pipes": {prefix: (pipe.seed, pipe.calls) for prefix, pipe in self._pipes.items()},
+            "buffers": self._buffers() if self._row else {},
+            "part": part if self._rank else None,
+        }
         ranks = self._gather_at_first(mine)
 
         def begin() -> None:
@@ -346,50 +295,46 @@ class Saver:
     def _steps_taken(self) -> int:
         return sum(runner.steps for runner in self._runners.values())
 
-    def _part(self) -> _Part | None:
+    def _part(self) -> dict[str, Any] | None:
         """Return this rank's part of the model; ``None`` of rows that are as the first."""
         if self._row:
             return None
         moved = {entry.name: list(entry.names) for entry in self._moved}
         served = {name for names in moved.values() for name in names}
-        return _Part(
-            model={name: value for name, value in _tensors_of(self._models).items() if name not in served},
-            extra=self._extra(),
-            optimizers=self._optimizers({entry.parameter: {_ON_SERVERS: entry.name} for entry in self._moved}),
-            modes=self._modes(),
-            moved=moved,
-        )
+        return {
+            "model": {name: value for name, value in _tensors_of(self._models).items() if name not in served},
+            "extra": self._extra(),
+            "optimizers": self._optimizers({entry.parameter: {_ON_SERVERS: entry.name} for entry in self._moved}),
+            "modes": self._modes(),
+            "moved": moved,
+        }
 
-    def _collected(self, part: _Part, ranks: list[_RankState]) -> tuple[dict[str, checkpoint.Group], dict[str, Any]]:
-        model, extra, modes, optimizers = part["model"], part["extra"], part["modes"], part["optimizers"]
-        moved = part["moved"]
-        for rank in ranks[1 : self._stages]:
-            if (stage := rank["part"]) is not None:
-                model, extra = {**stage["model"], **model}, {**stage["extra"], **extra}
-                merge_stage(optimizers, stage["optimizers"])
-                modes |= stage["modes"]
-                moved |= stage["moved"]
-            rank["part"] = None
+    def _collected(
+        self, part: dict[str, Any], ranks: list[dict[str, Any]]
+    ) -> tuple[dict[str, checkpoint.Group], dict[str, Any]]:
+        """Return the tensors and the state of a checkpoint."""
+        for stage in [rank.pop("part") for rank in ranks][1 : self._stages]:
+            merge_stage(part["optimizers"], stage.pop("optimizers"))
+            for key, values in stage.items():
+                part[key] = {**values, **part[key]}
+        model: dict[str, Tensor] = part.pop("model")
         for rank in ranks:
             rank["buffers"] = {
                 name: value
                 for name, value in rank["buffers"].items()
                 if name not in model or not torch.equal(value, model[name].to(value.device))
             }
-        whole = _State(
-            format=_FORMAT,
-            run=self._run.state(),
-            workers=self._size,
-            stages=self._stages,
-            optimizers=optimizers,
-            schedulers=self._schedulers(),
-            ranks=ranks,
-            servers=None,
-            moved=moved,
-            extra=extra,
-            modes=modes,
-            objects=self._objects(),
-        )
+        whole = {
+            **part,
+            "format": _FORMAT,
+            "run": self._run.state(),
+            "workers": self._size,
+            "stages": self._stages,
+            "schedulers": self._schedulers(),
+            "ranks": ranks,
+            "servers": None,
+            "objects": self._objects(),
+        }
         state, tensors = checkpoint.split(whole)
         groups: dict[str, checkpoint.Group] = {
             "model": model,
@@ -401,13 +346,13 @@ class Saver:
     def _optimizers(self, elsewhere: Mapping[Tensor, dict[str, object]]) -> dict[str, list[OptimizerState]]:
         states: dict[str, list[OptimizerState]] = {}
         for name, step in self._steps.items():
-            named = [(one, parameter_names(one, self._parameters(name))) for one in step.optimizers]
+            named = [(one, parameter_names(one, self._parameters[name])) for one in step.optimizers]
             states[name] = [by_parameter_name(optimizer, names, elsewhere) for optimizer, names in named]
         return states
 
-    def _schedulers(self) -> dict[str, list[_SchedulerState]]:
+    def _schedulers(self) -> dict[str, list[dict[str, Any]]]:
         return {
-            name: [_SchedulerState(kind=type(s).__qualname__, state=to_save(s.state_dict())) for s in step.schedulers]
+            name: [{"kind": type(s).__qualname__, "state": to_save(s.state_dict())} for s in step.schedulers]
             for name, step in self._steps.items()
         }
 
@@ -433,7 +378,7 @@ class Saver:
         """Return what freezes a layer: an object and its attribute; no layers of a model wholly in eval mode."""
         switches: dict[str, tuple[object, str]] = {}
         for step, training in self._steps.items():
-            for name, parameter in self._parameters(step).items():
+            for name, parameter in self._parameters[step].items():
                 switches[f"{step}.{name}.requires_grad"] = parameter, "requires_grad"
             layers = dict(training.model.named_modules() if training.model.training else ())
             for prefix, pipe in [pair for pair in layers.items() if isinstance(pair[1], Pipe)]:
@@ -497,7 +442,7 @@ class Saver:
     def _gather_at_first(self, mine: Any) -> list[Any]:
         if self._workers is None:
             return [mine]
-        return [_unpack(data) for data in self._workers.gather_bytes(_pack(mine), operation=self._call)]
+        return [unpack(data) for data in self._workers.gather_bytes(pack(mine), operation=self._call)]
 
     def _together(self, act: Callable[[], _T], failed: str) -> _T:
         """If a generation was replaced while it was read, all raise that, to read the next one."""
@@ -640,11 +585,11 @@ class Saver:
         for name, what, entry, optimizer in self._matched(saved, "optimizer"):
             model = self._steps[name].model
             here = names_of(model) if isinstance(model, Pipe) and model.elsewhere else None
-            names = parameter_names(optimizer, self._parameters(name))
+            names = parameter_names(optimizer, self._parameters[name])
             plans.append((optimizer, by_position(entry, optimizer, names, here, what)))
         return plans
 
-    def _plan_schedulers(self, saved: Mapping[str, list[_SchedulerState]]) -> list[tuple[LRScheduler, Any]]:
+    def _plan_schedulers(self, saved: Mapping[str, list[dict[str, Any]]]) -> list[tuple[LRScheduler, Any]]:
         plans: list[tuple[LRScheduler, Any]] = []
         for _, what, entry, scheduler in self._matched(saved, "scheduler"):
             here = scheduler.state_dict()
@@ -657,9 +602,7 @@ class Saver:
     def _matched(self, saved: Mapping[str, list[Any]], kind: str) -> Iterator[tuple[str, str, Any, Any]]:
         """Yield each optimizer or scheduler: its step, its name in errors, its saved state, and itself."""
         if self._steps and saved.keys() != self._steps.keys():  # what only evaluates takes the model alone
-            raise CheckpointError(
-                f"the checkpoint has the steps {sorted(saved)}, but this Executor has {sorted(self._steps)}"
-            )
+            raise CheckpointError(f"the checkpoint has steps {sorted(saved)}, this Executor {sorted(self._steps)}")
         for name, step in self._steps.items():
             targets = step.optimizers if kind == "optimizer" else step.schedulers
             if len(saved[name]) != len(targets):
@@ -676,7 +619,9 @@ class Saver:
                     )
                 yield name, what, entry, target
 
-    def _plan_served(self, source: Checkpoint, state: _State, values: dict[str, Any], elsewhere: set[str]) -> set[str]:
+    def _plan_served(
+        self, source: Checkpoint, state: dict[str, Any], values: dict[str, Any], elsewhere: set[str]
+    ) -> set[str]:
         """Put what was saved from servers into the model's ``values`` and the optimizers' states; return the names of
         the tables that are on servers here, too, and are loaded there as they are.
         """
@@ -706,7 +651,7 @@ class Saver:
     def _plan_remote(
         self,
         source: Checkpoint,
-        state: _State,
+        state: dict[str, Any],
         values: Mapping[str, Any],
         plans: list[tuple[Optimizer, dict[str, Any]]],
         as_saved: Collection[str],
@@ -793,78 +738,17 @@ def _name_of(path: Place) -> str:
     return getattr(path, "url", str(path))
 
 
-def _joined(source: Checkpoint) -> _State:
+def _joined(source: Checkpoint) -> dict[str, Any]:
     """Return a checkpoint's state with its tensors in their places, but for those of the model and of the servers."""
     if not _of_an_executor(source.state) or source.state["format"] != _FORMAT:
         raise CheckpointError(f"the checkpoint in {source.path} was not saved by an Executor of this version")
-    state: _State = checkpoint.join(source.state, source.tensors("optimizer") | source.tensors("state"))
+    state: dict[str, Any] = checkpoint.join(source.state, source.tensors("optimizer") | source.tensors("state"))
     return state
 
 
 def _close_after(write: Callable[[], object], reading: ExitStack) -> None:
     with reading:
         write()
-
-
-# A worker's own state on its way to rank 0.
-
-
-def _pack(structure: object) -> bytes:
-    tensors: list[Tensor] = []
-    text = msgspec.json.encode(encode(structure, tensors)).decode()
-    # Cloned: tied tensors share memory, which the format refuses.
-    numbered = {str(number): tensor.detach().clone().contiguous() for number, tensor in enumerate(tensors)}
-    return safetensors.torch.save(numbered, metadata={"state": text})
-
-
-def _unpack(data: bytes) -> Any:
-    numbered = safetensors.torch.load(data)  # the format's own reader, lengths and bytes: nothing is unpickled
-    header = msgspec.json.decode(data[8 : 8 + int.from_bytes(data[:8], "little")], type=dict[str, Any])
-    text = header["__metadata__"]["state"]
-    return decode(msgspec.json.decode(text), [numbered[str(number)] for number in range(len(numbered))])
-
-
-@torch.inference_mode(False)
-def send_state(workers: Workers, state: object, source: int, *, takes: bool) -> Any:
-    """Return the ``state`` of rank ``source`` to those that take it; all call it, and hold a piece of it beside it."""
-    tensors: list[Tensor] = []
-    sends, head = workers.rank == source, b""
-    if sends:
-        encoded = encode(state, tensors)
-        head = msgspec.json.encode([encoded, [(dtype_name(one.dtype), list(one.shape)) for one in tensors]])
-    head = workers.broadcast_bytes(head, source, operation="state")
-    encoded, forms = msgspec.json.decode(head, type=tuple[Any, list[tuple[str, list[int]]]])
-    if not sends:
-        device = "cpu" if takes else "meta"
-        tensors = [torch.empty(shape, dtype=dtype_named(name), device=device) for name, shape in forms]
-    digest = hashlib.blake2b(head)
-    for parts in _pieces(tensors):
-        sizes = [len(part) for part in parts]
-        piece = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
-        if sends:
-            torch.cat([part.cpu() for part in parts], out=piece)
-        workers.broadcast([piece], source=source, operation="state")
-        if sends or takes:
-            digest.update(piece.numpy().data)
-        for part, values in zip(parts, torch.split(piece, sizes), strict=True) if takes else ():
-            part.copy_(values)
-    if workers.broadcast_bytes(digest.digest(), source, operation="state") != digest.digest() and takes:
-        raise BoundaryError("the state of training has arrived otherwise than it was sent", operation="state")
-    return decode(encoded, tensors) if takes else None
-
-
-def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the memory of the tensors, in parts that are one piece together."""
-    parts, room = list[Tensor](), _PIECE_BYTES
-    for tensor in tensors:
-        for part in torch.split(as_bytes(tensor.detach().contiguous()), _PIECE_BYTES):
-            if len(part) > room:
-                yield parts
-                parts, room = [], _PIECE_BYTES
-            parts.append(part)
-            room -= len(part)
-    if room < _PIECE_BYTES:
-        yield parts
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
