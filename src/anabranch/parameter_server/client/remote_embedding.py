@@ -125,8 +125,11 @@ class RemoteEmbedding(nn.Module):
 
     def check_new(self, client: ParameterClient) -> None:
         """Raise ``ValueError`` if its table, not there yet, would begin without the rows that this module had."""
-        link = self._link
-        if (link.lost or (link.rows is not None and not client.in_process)) and not client.steps().get(self.name):
+        link, alone = self._link, self._link.client
+        here = link.rows is not None
+        if alone is not None and alone.in_process and not alone.forked:
+            here = here or bool(alone.steps().get(self.name))
+        if (link.lost or (here and not client.in_process)) and not client.steps().get(self.name):
             where = "in the memory of the process that pickled it" if link.lost else "trained without servers"
             raise ValueError(
                 f"the rows of RemoteEmbedding {self.name} were {where}, and its table would begin anew here; save "
