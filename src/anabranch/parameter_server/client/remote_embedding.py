@@ -162,17 +162,14 @@ class RemoteEmbedding(nn.Module):
 
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Rows of ``ids``, or with a ``mode`` one row a bag."""
-        args = (ids, offsets, per_sample_weights, self.on_servers.requires_grad)
+        args = (self.on_servers.requires_grad, ids, offsets, per_sample_weights)
         if torch.compiler.is_dynamo_compiling():
             return self._whole_call(*args)[0]
         return self.call_whole(*args)[0]
 
-    def call_whole(
-        self, ids: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None, trained: bool
-    ) -> list[Tensor]:
+    def call_whole(self, trained: bool, *lookup: Any) -> list[Tensor]:
         """``forward``, as one call that Dynamo does not trace into; constants if it is not ``trained``."""
-        args = (self._reach, self.spec, ids, offsets, per_sample_weights)
-        return [look_up(*args, mode=self.mode, trained=trained)]
+        return [look_up(self._reach, self.spec, trained, None, *lookup, mode=self.mode)]
 
     def _reach(self) -> WeightSource:
         link = self._link
