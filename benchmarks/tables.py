@@ -165,7 +165,7 @@ def two_threads(rounds: int) -> list[dict[str, object]]:
             sides: dict[str, Step] = {}
             for threads in (1, 2):
                 spec = TableSpec("t", size, WIDTH, initial=Normal(0, 0.01))
-                table = Table(spec, rule, pool=KernelThreads(threads))
+                table = Table(spec, rule, Arena(spec, rule, pool=KernelThreads(threads)))
                 sides[f"pull {threads}"] = lambda ids, _, table=table: table.pull(ids, training=True)  # type: ignore[misc]
                 sides[f"push {threads}"] = table.push
             found = in_turns(sides, batches, rounds)

@@ -172,7 +172,7 @@ SERVERS: list[tuple[Callable[[], object], type[Exception], str]] = [
         "/dev/null/shard-0-of-1 cannot be used: .*; let user .* or give a directory on another local disk",
     ),
     (lambda: ab.ParameterClient("x"), TypeError, "endpoints is a list of strings .* got 'x'"),
-    (lambda: ab.ParameterClient([3]), TypeError, "an endpoint is a string .* got 3"),
+    (lambda: ab.ParameterClient([3]), TypeError, r"endpoints is a list of strings .* got \[3\]"),
     (lambda: ab.ParameterClient([]), ValueError, "endpoints is empty; name the shards, or leave it out"),
 ]
 

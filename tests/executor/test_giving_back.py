@@ -404,6 +404,17 @@ def test_rows_follow_their_module_into_executors_that_fail_and_beside_ones_that_
         one.table.close()
 
 
+def test_rows_that_were_trained_alone_are_not_left_behind_for_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The executor trained a table of first values, and the rows were gone."""
+    module = ab.RemoteEmbedding("t", 6, 4, init=1.0, optimizer=lambda rows: torch.optim.SGD(rows, lr=1.0))
+    module(SMALL).sum().backward()
+    trained = module(SMALL)
+    with job_servers(1, monkeypatch), pytest.raises(ValueError, match="were trained without servers"):
+        ab.Executor(ab.TrainStep(module, lambda m, ids: m(ids).sum(), torch.optim.SGD(module.parameters(), 1.0)), "PS")
+    assert torch.equal(module(SMALL), trained)
+    module.close()
+
+
 # Which tables move.
 
 

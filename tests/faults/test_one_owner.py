@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import textwrap
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -42,10 +43,11 @@ def test_the_directory_is_let_go_with_the_process_and_kept_while_it_is_frozen(
     script = textwrap.dedent(
         """
         import sys
+        from contextlib import closing
         from pathlib import Path
         from anabranch.parameter_server.server.push_log import PushLog
 
-        with PushLog(Path(sys.argv[1])) as log:
+        with closing(PushLog(Path(sys.argv[1]))) as log:
             list(log.replay())
             print("ready", flush=True)
             sys.stdin.readline()
@@ -60,7 +62,7 @@ def test_the_directory_is_let_go_with_the_process_and_kept_while_it_is_frozen(
                 PushLog(tmp_path)
         process.send_signal(signal.SIGKILL)
         process.wait()
-    with PushLog(tmp_path) as log:
+    with closing(PushLog(tmp_path)) as log:
         assert not list(log.replay())
 
 

@@ -237,7 +237,7 @@ class Workers(RuleBasedStateMachine):
 
 
 TestWorkersMissNothingOlderThanTheBounds = Workers.TestCase
-TestWorkersMissNothingOlderThanTheBounds.settings = settings(deadline=None, max_examples=40, stateful_step_count=25)
+TestWorkersMissNothingOlderThanTheBounds.settings = settings(deadline=None, max_examples=20, stateful_step_count=25)
 
 
 def make(server: Server, **options: Any) -> Cached:

@@ -7,13 +7,14 @@ import os
 import shutil
 import sqlite3
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from clusters import durable_shard
 
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError, SchemaError
@@ -100,7 +101,6 @@ def test_at_any_point_the_disk_holds_every_acknowledged_push_and_no_half_of_one(
     point: str, nth: int, tmp_path: Path
 ) -> None:
     """The files as a death at the point would leave them are put aside, and a shard is started from them."""
-    network = MemoryTransport()
     acknowledged, passed = 0, 0
     aside: list[int] = []
 
@@ -111,25 +111,17 @@ def test_at_any_point_the_disk_holds_every_acknowledged_push_and_no_half_of_one(
             shutil.copytree(tmp_path / "state", tmp_path / "aside")
             aside.append(acknowledged)
 
-    with (
-        ParameterServer(transport=network, durability="log", checkpoint_dir=tmp_path / "state") as server,
-        ParameterClient([server.endpoint], transport=network) as client,
-        on_fault_point(put_aside),
-    ):
+    with durable_shard(tmp_path / "state") as (server, client), on_fault_point(put_aside):
         make(client)
         for number in range(12):
             if number == 6:
                 server.checkpoint()
             push(client, number)
             acknowledged += 1
-    with (
-        ParameterServer(transport=network, durability="log", checkpoint_dir=tmp_path / "aside") as server,
-        ParameterClient([server.endpoint], transport=network) as client,
-    ):
-        found = state(client)
-    done = aside[0]
+    (done,) = aside
     allowed = [expected(done), expected(done, then_pulled=True), expected(done + 1)]
-    assert any(same(found, one) for one in allowed)
+    with durable_shard(tmp_path / "aside") as (_, client):
+        assert any(same(state(client), one) for one in allowed)
 
 
 SERVE = """
@@ -211,11 +203,8 @@ def test_a_restarted_shard_holds_what_it_held_and_is_told_again_of_releases(
             every = torch.arange(6)
             found = clients[0].pull_many({"t": every}, step=1)["t"].rows
             shutil.copytree(directory, tmp_path / "seen")
-        with (
-            ParameterServer(transport=network, durability="log", checkpoint_dir=tmp_path / "seen") as server,
-            ParameterClient([server.endpoint], transport=network) as reader,
-        ):
-            assert torch.equal(reader.sparse_pull("t", every), found)  # in the log before it was seen
+    with durable_shard(tmp_path / "seen") as (_, reader):
+        assert torch.equal(reader.sparse_pull("t", every), found)  # in the log before it was seen
     moved = torch.zeros(6, 4).index_add_(0, ids.repeat(2), gradients.view(6, 4) / 2)
     assert norm == pytest.approx(moved.double().square().sum().item())
     torch.testing.assert_close(found, -0.5 * moved)
@@ -280,12 +269,7 @@ def test_a_replaced_worker_stays_replaced_when_its_server_restarts(way: str, tmp
 @pytest.mark.parametrize("point", ["durability.before_checkpoint", "durability.before_forgetting"])
 @pytest.mark.parametrize("durability", slow_except(["checkpoint", "log"], "log"))
 def test_a_truncated_checkpoint_leaves_the_previous_one(durability: str, point: str, tmp_path: Path) -> None:
-    network = MemoryTransport()
-
-    def serve(place: str) -> ParameterServer:
-        return ParameterServer(transport=network, durability=durability, checkpoint_dir=tmp_path / place)
-
-    with serve("state") as server, ParameterClient([server.endpoint], transport=network) as client:
+    with durable_shard(tmp_path / "state", durability) as (server, client):
         make(client)
         for number in range(3):
             push(client, number)
@@ -296,26 +280,19 @@ def test_a_truncated_checkpoint_leaves_the_previous_one(durability: str, point: 
             server.checkpoint()
         assert list((tmp_path / "state" / "shard-0-of-1").iterdir())
         shutil.copytree(tmp_path / "state", tmp_path / "aside")  # as one that is killed leaves it
-    with serve("aside") as server, ParameterClient([server.endpoint], transport=network) as client:
+    with durable_shard(tmp_path / "aside", durability) as (_, client):
         acknowledged = 6 if durability == "log" or point == "durability.before_forgetting" else 3
         assert same(state(client), expected(acknowledged))
 
 
 def test_pushes_that_wait_for_another_worker_survive_a_checkpoint(tmp_path: Path) -> None:
-    network = MemoryTransport()
-    rule = RowOptimizer.from_factory(functools.partial(torch.optim.SGD, lr=1.0))
-    spec = TableSpec("t", 4, 2, initial=Constant(0.0))
-
-    def serve() -> ParameterServer:
-        return ParameterServer(transport=network, durability="log", checkpoint_dir=tmp_path)
-
     ids, grad = torch.tensor([1]), torch.ones(1, 2)
-    with serve() as server, ParameterClient([server.endpoint], worker=Worker(0, 2), transport=network) as first:
-        first.init_table(spec, rule)
+    with durable_shard(tmp_path, worker=Worker(0, 2)) as (server, first):
+        first.init_table(TableSpec("t", 4, 2, initial=Constant(0.0)), SGD)
         first.push_many({"t": (ids, grad)}, step=0)
         server.checkpoint()
         assert first.sparse_pull("t", ids).tolist() == [[0.0, 0.0]]
-    with serve() as server, ParameterClient([server.endpoint], worker=Worker(1, 2), transport=network) as second:
+    with durable_shard(tmp_path, worker=Worker(1, 2)) as (_, second):
         second.push_many({"t": (ids, 3 * grad)}, step=0)
         assert second.sparse_pull("t", ids).tolist() == [[-2.0, -2.0]]
 
@@ -339,11 +316,7 @@ def test_pushes_that_wait_for_another_worker_are_on_disk_before_the_checkpoint_t
 
     for name in ("fsync", "fdatasync"):
         monkeypatch.setattr(os, name, noting(getattr(os, name)))
-    network = MemoryTransport()
-    with (
-        ParameterServer(transport=network, durability="log", checkpoint_dir=tmp_path) as server,
-        ParameterClient([server.endpoint], worker=Worker(0, 2), transport=network) as first,
-    ):
+    with durable_shard(tmp_path, worker=Worker(0, 2)) as (server, first):
         first.init("t", (4, 2), kind="rows")
         first.push_many({"t": (torch.tensor([1]), torch.ones(1, 2))}, step=0)
         with faults.at("durability.before_checkpoint", action=look):
@@ -357,32 +330,29 @@ def test_rows_that_travelled_rounded_and_versions_are_done_again_from_the_log(
     compression: Compression | None, tmp_path: Path
 ) -> None:
     """A shard's log could once be written with 8-bit rows, or with versions asked about, and then not be read."""
-    network = MemoryTransport()
-    serve = functools.partial(ParameterServer, transport=network, durability="log")
     ids, grads = draw(0)
-    with serve(checkpoint_dir=tmp_path / "state") as server:
-        with ParameterClient([server.endpoint], transport=network, compression=compression) as client:
-            make(client)
-            known = {"dynamic": torch.tensor([-1, 0, WITH_STATE, -1])}
-            client.pull_many({"dynamic": ids}, training=True, known=known, with_state=True)
-            client.push_many({"dynamic": (ids, grads), "fixed": (ids, grads)}, squares={"fixed": torch.rand(4)})
-            wanted = state(client)
+    with durable_shard(tmp_path / "state", compression=compression) as (_, client):
+        make(client)
+        known = {"dynamic": torch.tensor([-1, 0, WITH_STATE, -1])}
+        client.pull_many({"dynamic": ids}, training=True, known=known, with_state=True)
+        client.push_many({"dynamic": (ids, grads), "fixed": (ids, grads)}, squares={"fixed": torch.rand(4)})
+        wanted = state(client)
         shutil.copytree(tmp_path / "state", tmp_path / "aside")
-    with serve(checkpoint_dir=tmp_path / "aside") as server:
+    with durable_shard(tmp_path / "aside", compression=compression) as (server, client):
         assert server.statistics().replayed
-        with ParameterClient([server.endpoint], transport=network, compression=compression) as client:
-            assert same(state(client), wanted)
+        assert same(state(client), wanted)
 
 
 def records(directory: Path, **options: bool) -> list[str]:
-    with PushLog(directory, **options) as log:
+    with closing(PushLog(directory, **options)) as log:
         return [record.verb for record, _ in log.replay()]
 
 
-def begun(directory: Path) -> PushLog:
-    log = PushLog(directory)
-    assert not list(log.replay())
-    return log
+@contextmanager
+def begun(directory: Path) -> Iterator[PushLog]:
+    with closing(PushLog(directory)) as log:
+        assert not list(log.replay())
+        yield log
 
 
 SOON = functools.partial(Deadline.after, 60.0)
@@ -548,7 +518,7 @@ def test_a_start_that_was_killed_anywhere_is_gone_on_from(size: int | None, agai
     else:
         os.truncate(newest, size)
     for name in ("first", "second"):
-        with PushLog(directory) as log:
+        with closing(PushLog(directory)) as log:
             before = before if name == "first" else [*before, "first"]
             assert [record.verb for record, _ in log.replay()] == before
             log.commit(log.append(Record(name, b"")), SOON())
@@ -582,22 +552,16 @@ def test_a_database_that_is_not_the_bodies_index_is_refused(harm: Callable[[Path
     assert records(tmp_path, repair=True) == [f"v{number}" for number in range(4)]
 
 
-def test_logs_of_another_format_are_refused_with_the_way_out(tmp_path: Path) -> None:
-    (tmp_path / "owner").touch()
-    with pytest.raises(CheckpointError, match="another format of logs: finish the training with that version, or"):
-        PushLog(tmp_path)
-
-
-def test_checkpoints_of_another_format_are_refused_with_the_way_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    serve = functools.partial(ParameterServer, transport=MemoryTransport(), durability="log", checkpoint_dir=tmp_path)
-    monkeypatch.setattr(durability, "_FORMAT", 1)
-    with serve():
-        pass
-    monkeypatch.undo()
+def test_files_of_another_format_are_refused_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(durability, "_FORMAT", 1)
+        with durable_shard(tmp_path):
+            pass
     with pytest.raises(CheckpointError, match="another version of anabranch: finish the training with that"):
-        serve()
+        ParameterServer(durability="log", checkpoint_dir=tmp_path)
+    (tmp_path / "shard-0-of-1" / "owner").touch()
+    with pytest.raises(CheckpointError, match="another format of logs: finish the training with that version, or"):
+        ParameterServer(durability="log", checkpoint_dir=tmp_path)
 
 
 def test_tensors_come_back_from_the_log_as_they_were(tmp_path: Path) -> None:
@@ -611,7 +575,7 @@ def test_tensors_come_back_from_the_log_as_they_were(tmp_path: Path) -> None:
     ]
     with begun(tmp_path) as log:
         log.append(Record("push", b"facts", b"e" * 16, 7, 5), tensors)
-    with PushLog(tmp_path) as log:
+    with closing(PushLog(tmp_path)) as log:
         ((record, again),) = log.replay()
     assert (record.message, record.client, record.sequence, record.settled) == (b"facts", b"e" * 16, 7, 5)
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(tensors, again, strict=True))
@@ -730,7 +694,7 @@ def test_bodies_and_rows_before_a_checkpoint_go(tmp_path: Path, monkeypatch: pyt
         log.forget_before(here)
         assert log._database.execute("SELECT number FROM record").fetchall() == [(8,)]
     assert not body_path(tmp_path, 1).exists()
-    with PushLog(tmp_path) as log:
+    with closing(PushLog(tmp_path)) as log:
         assert [record.verb for record, _ in log.replay(here)] == ["v8"]
 
 

@@ -1,4 +1,4 @@
-"""The rules against torch's fused optimizers, bit for bit, and the other kernels against NumPy."""
+"""The rules against torch's fused optimizers, bit for bit, and the other kernels against what torch computes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numba
 import numpy as np
-import plain_kernels
 import pytest
 import torch
 from hypothesis import given, settings
@@ -32,7 +31,6 @@ from anabranch.tables.dense_parameter import DenseParameter
 from anabranch.tables.kernels.memory import as_array
 from anabranch.tables.kernels.numbers import load, rounded
 from anabranch.tables.kernels.rows import quantile
-from anabranch.tables.table_spec import table_key
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 REFERENCES = [(name, dtype) for name, factory in DENSE.items() for dtype in DTYPES if factory.func in FUSED]
@@ -105,16 +103,29 @@ def test_a_sum_of_half_gradients_stays_a_number() -> None:
     assert table.pull(torch.tensor([1])).tolist() == [[65504.0, 65504.0]]
 
 
-@pytest.mark.parametrize("initial", [Constant(-0.5), Uniform(-0.5, 2.0), Normal(-0.5, 2.0)], ids=str)
+FIRST_VALUES = [
+    (Constant(-0.5), [-0.5] * 6),
+    (
+        Uniform(-0.5, 2.0),
+        [1.5004431556542044, 1.2349238732797776, 0.7826380541338136, 0.9985036910245495, 1.3831951811323853,
+         1.189498700399321],
+    ),
+    (
+        Normal(-0.5, 2.0),
+        [1.1845091359865034, 0.5142677116449634, -0.43453913859076104, 0.00359640392231686, 0.8696832832054067,
+         0.41196923522147466],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("initial", "values"), FIRST_VALUES, ids=str)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
-def test_first_values_are_those_of_numpy(initial: Normal, dtype: torch.dtype) -> None:
-    ids = np.concatenate([[0, -1, 2**53, 2**53 + 1, -(2**63) + 1], np.arange(1, 400)])
-    table = Table(TableSpec("t", None, 5, dtype, initial), RowOptimizer(Family.ADAGRAD, lr=1.0))
-    working = torch.float64 if dtype == torch.float64 else torch.float32
-    oracle = plain_kernels.first_values(ids, 5, table_key(0, "t"), *initial.numbers())
-    rows = table.pull(torch.from_numpy(ids))
-    assert torch.equal(rows, torch.from_numpy(oracle).to(working).to(dtype))
-    assert torch.equal(table.pull(torch.from_numpy(ids), training=True), rows)
+def test_first_values_are_the_same_on_every_machine(initial: Normal, values: list[float], dtype: torch.dtype) -> None:
+    ids = torch.tensor([0, -1, 2**53 + 1])
+    table = Table(TableSpec("t", None, 2, dtype, initial), RowOptimizer(Family.ADAGRAD, lr=1.0))
+    rows, exact = table.pull(ids), torch.tensor(values, dtype=torch.float64).view(3, 2)
+    assert torch.equal(rows, (exact if dtype == torch.float64 else exact.float()).to(dtype))
+    assert torch.equal(table.pull(ids, training=True), rows)
 
 
 def test_normal_first_values_are_normal() -> None:
@@ -129,7 +140,6 @@ def test_normal_first_values_are_normal() -> None:
 def test_the_quantile_function_is_torch_s() -> None:
     p = np.concatenate([np.logspace(-15, -1, 200), np.linspace(0.1, 0.9, 100)])
     mine = np.array([quantile(x) for x in p])
-    assert (mine == plain_kernels.quantile(p)).all()
     torch.testing.assert_close(torch.from_numpy(mine), torch.special.ndtri(torch.from_numpy(p)), rtol=1e-13, atol=1e-14)
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from clusters import cluster, durable_shard
 
 from anabranch.errors import NonFinite
-from anabranch.parameter_server import Merging, ParameterClient, ParameterServer, Worker
+from anabranch.parameter_server import Merging, ParameterClient
 from anabranch.tables import Constant, RowOptimizer, TableSpec
-from anabranch.testing import MemoryTransport
 
 ADAGRAD = RowOptimizer.from_factory(functools.partial(torch.optim.Adagrad, lr=0.5))
 IDS = torch.tensor([1, 3])
@@ -33,8 +33,7 @@ IDS = torch.tensor([1, 3])
 def test_a_push_with_a_number_too_large_changes_nothing_and_is_counted(
     dtype: torch.dtype, most: float, refused: float, rows: int | None
 ) -> None:
-    network = MemoryTransport()
-    with ParameterServer(transport=network) as server, ParameterClient([server.endpoint], transport=network) as client:
+    with ParameterClient() as client:
         for name in ("first", "second"):
             capacity = None if rows else 2
             client.init_table(TableSpec(name, rows, 4, dtype, Constant(0.5), capacity=capacity), ADAGRAD)
@@ -54,19 +53,16 @@ def test_a_push_with_a_number_too_large_changes_nothing_and_is_counted(
             with pytest.raises(NonFinite, match="gradients of (second|bias) hold"):
                 push(**where)
         assert all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
-        assert sum(server.statistics().refused_values.values()) == 2
-        assert server.statistics().tables["second"].evictions == 0
+        (counts,) = client.statistics()
+        assert sum(counts.refused_values.values()) == 2
+        assert counts.tables["second"].evictions == 0
         push(most)
         assert torch.isfinite(client.sparse_pull("second", IDS)).all()
 
 
 def test_under_bsp_a_worker_with_a_number_too_large_is_refused_and_may_push_another() -> None:
-    network = MemoryTransport()
-    with (
-        ParameterServer(transport=network) as server,
-        ParameterClient([server.endpoint], transport=network, worker=Worker(0, 2), timeout=60) as first,
-        ParameterClient([server.endpoint], transport=network, worker=Worker(1, 2), timeout=60) as second,
-    ):
+    with cluster() as servers:
+        first, second = servers.workers(2)
         sgd = RowOptimizer.from_factory(functools.partial(torch.optim.SGD, lr=1.0))
         first.init_table(TableSpec("t", 4, 2, initial=Constant(0.0)), sgd)
         one = torch.tensor([1])
@@ -78,23 +74,19 @@ def test_under_bsp_a_worker_with_a_number_too_large_is_refused_and_may_push_anot
 
 
 def test_weights_that_overflow_as_in_the_plain_loop_are_kept_and_loaded(tmp_path: Path) -> None:
-    network, ids = MemoryTransport(), torch.tensor([1])
-    steep = functools.partial(torch.optim.SGD, lr=1e25)
-
-    def serve(folder: str) -> ParameterServer:
-        return ParameterServer(transport=network, durability="log", checkpoint_dir=tmp_path / folder)
+    ids, steep = torch.tensor([1]), functools.partial(torch.optim.SGD, lr=1e25)
 
     def values(client: ParameterClient) -> list[float]:
         return [client.sparse_pull("t", ids)[0, 0].item(), client.pull("bias")[0].item()]
 
-    with serve("state") as server, ParameterClient([server.endpoint], transport=network) as client:
+    with durable_shard(tmp_path / "state") as (_, client):
         client.init_table(TableSpec("t", 4, 2, initial=Constant(0.0)), RowOptimizer.from_factory(steep))
         client.init("bias", (2,), optimizer=steep)
         client.push_many({"t": (ids, torch.full((1, 2), 9e17)), "bias": (ids[:0], torch.full((2,), 9e17))})
         assert values(client) == [float("-inf")] * 2
         client.save(tmp_path / "saved")
     for _ in range(2):  # its own checkpoint, and then also what a client has loaded
-        with serve("state") as server, ParameterClient([server.endpoint], transport=network) as client:
+        with durable_shard(tmp_path / "state") as (_, client):
             assert values(client) == [float("-inf")] * 2
             client.load(tmp_path / "saved")
             assert values(client) == [float("-inf")] * 2

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
 import pytest
 import torch
+from clusters import cluster
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from anabranch.errors import NonFinite, SchemaError
-from anabranch.parameter_server import ParameterClient, ParameterServer, RemoteTables
+from anabranch.parameter_server import ParameterClient, RemoteTables
 from anabranch.tables import Cache, Normal, RowOptimizer, TableSpec
 from anabranch.tables.optimizers.row_optimizers import Family
 from anabranch.tensors.packing import Share, acceptable, expected, join, split
-from anabranch.transport import MemoryTransport
 
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
 SHARES = st.lists(
@@ -73,15 +71,10 @@ def test_a_number_too_large_for_8_bits_is_refused(large: float) -> None:
 
 @pytest.mark.parametrize("cache", [None, Cache(capacity=8, push_bound=3)])
 def test_a_client_neither_pushes_nor_reads_values_that_8_bits_cannot_carry(cache: Cache | None) -> None:
-    network = MemoryTransport()
     module = nn.Embedding(4, 16, sparse=True)
-    with ExitStack() as stack:
-        endpoints = [stack.enter_context(ParameterServer(k, 2, transport=network)).endpoint for k in range(2)]
-        exact, rounded = (
-            stack.enter_context(ParameterClient(endpoints, transport=network, compression=how))
-            for how in (None, "int8")
-        )
-        tables = stack.enter_context(RemoteTables(rounded, cache=cache))
+    with cluster(2) as servers:
+        exact, rounded = (servers.client(compression=how) for how in (None, "int8"))
+        tables = servers.enter(RemoteTables(rounded, cache=cache))
         tables.adopt(module, ["weight"], torch.optim.SGD(module.parameters(), lr=10.0))
         before = exact.pull("weight")
         tables.begin(0)
@@ -117,13 +110,9 @@ def test_other_numbers_than_the_shares_need_are_refused():
 
 @pytest.mark.parametrize("compression", ["bfloat16", "int8"])
 def test_rows_come_and_go_in_fewer_bytes_and_dense_parameters_are_exact(compression):
-    network = MemoryTransport()
     bytes_of = {}
     for how in (None, compression):
-        with (
-            ParameterServer(transport=network) as server,
-            ParameterClient([server.endpoint], transport=network, compression=how) as client,
-        ):
+        with ParameterClient(compression=how) as client:
             rule = RowOptimizer(Family.SGD, lr=0.5)
             client.init_table(TableSpec("rows", None, 16, initial=Normal(0.0, 1.0)), rule)
             exact = torch.tensor([1.0, 1 / 3])
@@ -135,11 +124,10 @@ def test_rows_come_and_go_in_fewer_bytes_and_dense_parameters_are_exact(compress
             moved = before - client.sparse_pull("rows", ids)
             torch.testing.assert_close(moved, 0.5 * grads, rtol=0, atol=0.05 if how else 1e-6)
             assert torch.equal(client.pull("dense"), exact)
-            moved_bytes = client.traffic()["rows"].bytes - 3 * ids.nbytes
-            bytes_of[how] = moved_bytes
+            bytes_of[how] = client.traffic()["rows"].bytes - 3 * ids.nbytes
             with pytest.raises(NonFinite, match="rows hold NaN"):
                 client.sparse_push("rows", ids, grads * torch.nan)
-            assert list(server.statistics().refused_values.values()) == [1]
+            assert list(client.statistics()[0].refused_values.values()) == [1]
     assert bytes_of[compression] <= {"bfloat16": 0.5, "int8": 0.27}[compression] * bytes_of[None]
     with pytest.raises(ValueError, match="'int4'"):
         ParameterClient(compression="int4")  # type: ignore[arg-type]

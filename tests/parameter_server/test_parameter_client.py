@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from clusters import client_of, cluster
+from torch import Tensor
 
 from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, NonFinite, NotFound, ProtocolError, SchemaError
@@ -21,6 +24,7 @@ from anabranch.parameter_server.client import saved_tables
 from anabranch.parameter_server.client.saved_tables import write_rows
 from anabranch.tables import Constant, Normal, RowOptimizer, TableSpec
 from anabranch.transport import MemoryTransport, client, frame
+from anabranch.transport.frame import memory_to_send
 
 pytestmark = pytest.mark.usefixtures("compiled_for_all_dtypes")
 
@@ -28,21 +32,11 @@ SGD = functools.partial(torch.optim.SGD, lr=0.5)
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 
 
-@contextmanager
-def cluster(shards: int = 2, **options: object) -> Iterator[tuple[MemoryTransport, list[str]]]:
-    with ExitStack() as stack:
-        network = MemoryTransport()
-        servers = [
-            stack.enter_context(ParameterServer(shard, shards, transport=network, **options)) for shard in range(shards)
-        ]
-        yield network, [server.endpoint for server in servers]
-
-
 @pytest.mark.parametrize("shards", [1, 3])
 def test_dense_parameters_and_rows_move_as_in_the_plain_loop(shards: int) -> None:
     bias, table = torch.nn.Parameter(torch.randn(48)), torch.nn.Parameter(torch.randn(40, 16))
     optimizer = ADAM([bias, table], fused=True)
-    with cluster(shards) as (network, endpoints), ParameterClient(endpoints, transport=network) as client:
+    with client_of(shards) as client:
         client.init("bias", (48,), init=bias.detach(), optimizer=ADAM)
         client.init_table(TableSpec("table", 40, 16, every_row_moves=True), RowOptimizer.from_factory(ADAM))
         write_rows(client, "table", table.detach(), RowOptimizer.from_factory(ADAM))
@@ -80,7 +74,8 @@ def test_rows_of_several_dimensions_keep_theirs() -> None:
 def test_first_values_of_a_table_take_no_push_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even one that comes between the look whether there were any and the write."""
     values = torch.ones(4, 1)
-    with cluster(2) as (network, endpoints), ParameterClient(endpoints, transport=network) as first:
+    with cluster(2) as servers:
+        first, second = servers.client(), servers.client()
         first.init("t", (4, 1), kind="rows", init=values, optimizer=SGD)
         write = saved_tables._restore_rows
 
@@ -89,45 +84,40 @@ def test_first_values_of_a_table_take_no_push_back(monkeypatch: pytest.MonkeyPat
             write(*arguments)
 
         monkeypatch.setattr(saved_tables, "_restore_rows", push_before)
-        with ParameterClient(endpoints, transport=network) as second:
-            second.init("t", (4, 1), kind="rows", init=values, optimizer=SGD)
+        second.init("t", (4, 1), kind="rows", init=values, optimizer=SGD)
         assert first.pull("t").flatten().tolist() == [1.0, 1.5, 1.0, 1.0]
 
 
 def test_another_client_learns_the_existing_tables() -> None:
-    with cluster(2) as (network, endpoints), ParameterClient(endpoints, transport=network) as first:
+    with cluster(2) as servers:
+        first, second = servers.client(), servers.client()
         first.init("t", (50, 2), kind="rows", init=Normal(), optimizer=SGD)
         first.init("b", (3,), init=2.0)
-        with ParameterClient(endpoints, transport=network) as second:
-            assert torch.equal(second.pull("t"), first.pull("t"))
-            assert second.pull("b").tolist() == [2.0] * 3
-            with pytest.raises(NotFound, match="no table or parameter 'c'"):
-                second.pull("c")
+        assert torch.equal(second.pull("t"), first.pull("t"))
+        assert second.pull("b").tolist() == [2.0] * 3
+        with pytest.raises(NotFound, match="no table or parameter 'c'"):
+            second.pull("c")
 
 
 def test_bad_input_is_a_typed_error_and_changes_nothing() -> None:
-    with cluster(2) as (network, endpoints), ParameterClient(endpoints, transport=network) as client:
-        client.init("t", (10, 2), kind="rows", init=1.0, optimizer=SGD)
-        with pytest.raises(NotFound, match=r"ids\[1\] is 10"):
-            client.sparse_push("t", torch.tensor([0, 10]), torch.ones(2, 2))
-        with pytest.raises(NotFound, match=r"ids\[0\] is -1"):
-            client.sparse_pull("t", torch.tensor([-1]))
-        with pytest.raises(SchemaError, match="int64"):
-            client.sparse_pull("t", torch.tensor([1], dtype=torch.int32))
-        with pytest.raises(SchemaError):
-            client.sparse_push("t", torch.tensor([0]), torch.ones(1, 3))
-        with pytest.raises(NonFinite, match="NaN"):
-            client.sparse_push("t", torch.tensor([0]), torch.tensor([[1.0, float("nan")]]))
-        with pytest.raises(SchemaError, match="width"):
-            client.init("t", (10, 3), kind="rows", init=1.0, optimizer=SGD)
-        with pytest.raises(SchemaError, match="kept for SGD"):
-            client.init("t", (10, 2), kind="rows", init=1.0, optimizer=ADAM)
-        with pytest.raises(ValueError, match="LBFGS"):
-            client.init("u", (10, 2), kind="rows", optimizer=torch.optim.LBFGS)
-        with pytest.raises(ValueError, match="int64"):
-            client.init("u", (10, 2), kind="rows", dtype=torch.int64)
-        with pytest.raises(ValueError, match="not a table name"):
-            client.init("../u", (10, 2), kind="rows")
+    with client_of(2) as client:
+        init = functools.partial(client.init, kind="rows")
+        init("t", (10, 2), init=1.0, optimizer=SGD)
+        zero = torch.tensor([0])
+        for kind, words, ask in [
+            (NotFound, r"ids\[1\] is 10", lambda: client.sparse_push("t", torch.tensor([0, 10]), torch.ones(2, 2))),
+            (NotFound, r"ids\[0\] is -1", lambda: client.sparse_pull("t", torch.tensor([-1]))),
+            (SchemaError, "int64", lambda: client.sparse_pull("t", zero.int())),
+            (SchemaError, "1 ids need 2 numbers each", lambda: client.sparse_push("t", zero, torch.ones(1, 3))),
+            (NonFinite, "NaN", lambda: client.sparse_push("t", zero, torch.tensor([[1.0, float("nan")]]))),
+            (SchemaError, "width", lambda: init("t", (10, 3), init=1.0, optimizer=SGD)),
+            (SchemaError, "kept for SGD", lambda: init("t", (10, 2), init=1.0, optimizer=ADAM)),
+            (ValueError, "LBFGS", lambda: init("u", (10, 2), optimizer=torch.optim.LBFGS)),
+            (ValueError, "int64", lambda: init("u", (10, 2), dtype=torch.int64)),
+            (ValueError, "not a table name", lambda: init("../u", (10, 2))),
+        ]:
+            with pytest.raises(kind, match=words):
+                ask()
         assert (client.pull("t") == 1).all()
         assert sum(sum(found.refused_values.values()) for found in client.statistics()) == 1
 
@@ -158,7 +148,7 @@ def test_a_gradient_has_the_ids_shape_or_number_and_then_a_row_s(ids: tuple[int,
 
 
 def test_ids_from_the_wire_are_checked_again_by_the_shard(monkeypatch: pytest.MonkeyPatch) -> None:
-    with cluster(2) as (network, endpoints), ParameterClient(endpoints, transport=network) as client:
+    with client_of(2) as client:
         client.init("t", (10, 2), kind="rows", init=1.0, optimizer=SGD)
         nothing_checked = "anabranch.parameter_server.client.row_messages.routing.owners"
         monkeypatch.setattr(nothing_checked, lambda ids, *others: (others[-1].fill(0), -1)[1])
@@ -183,7 +173,7 @@ def test_an_answer_of_more_than_was_requested_takes_no_memory(verb: str, monkeyp
         answer(server, more if call.verb == verb else run, call)
 
     monkeypatch.setattr(ParameterServer, "_answer", swollen)
-    with cluster(1) as (network, endpoints), ParameterClient(endpoints, worker=Worker(0, 1), transport=network) as one:
+    with client_of(worker=Worker(0, 1)) as one:
         one.init("t", (4, 2), kind="rows", init=1.0, optimizer=SGD)
         monkeypatch.setattr(client, "allocate", lambda some: taken.append(len(some)) or frame.allocate(some))
         with pytest.raises(ProtocolError, match="answers with .* bytes, and at most (8|0) were requested"):
@@ -193,10 +183,7 @@ def test_an_answer_of_more_than_was_requested_takes_no_memory(verb: str, monkeyp
 
 def test_a_push_refused_by_one_shard_is_applied_by_none() -> None:
     """And the step can be pushed again, for none of them has counted it."""
-    with (
-        cluster(3) as (network, endpoints),
-        ParameterClient(endpoints, transport=network, worker=Worker(0, 1)) as client,
-    ):
+    with client_of(3, worker=Worker(0, 1)) as client:
         client.init("t", (30, 2), kind="rows", optimizer=SGD)
         grads = torch.ones(30, 2)
         poisoned = grads.clone()
@@ -208,16 +195,9 @@ def test_a_push_refused_by_one_shard_is_applied_by_none() -> None:
         assert torch.equal(client.pull("t"), -0.5 * grads)
 
 
-def run_workers(endpoints: list[str], network: MemoryTransport, world: int, consistency: str, body) -> None:
-    def run(rank: int) -> None:
-        with ParameterClient(
-            endpoints, worker=Worker(rank, world, consistency), transport=network, timeout=60
-        ) as client:
-            body(client, rank)
-
-    with ThreadPoolExecutor(world) as pool:
-        for future in [pool.submit(run, rank) for rank in range(world)]:
-            future.result(timeout=120)
+def run_workers(shards: int, world: int, body: Callable[[ParameterClient, int], None]) -> None:
+    with cluster(shards) as servers, ThreadPoolExecutor(world) as pool:
+        list(pool.map(body, servers.workers(world, timeout=60), range(world), timeout=120))
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -255,8 +235,7 @@ def test_under_bsp_workers_on_unequal_shards_are_one_worker_on_the_whole_batch(s
         found = client.pull_many({"t": torch.arange(30)}, step=5)["t"].rows
         torch.testing.assert_close(found, plain.detach(), rtol=0, atol=1e-12)
 
-    with cluster(shards) as (network, endpoints):
-        run_workers(endpoints, network, world, "bsp", body)
+    run_workers(shards, world, body)
 
 
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,8 +244,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_under_ssp_the_others_halt_after_exactly_k_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    with cluster(1) as (network, endpoints):
-        clients = [ParameterClient(endpoints, worker=Worker(rank, 2, "ssp:3"), transport=network) for rank in range(2)]
+    with cluster() as servers:
+        clients = servers.workers(2, "ssp:3")
         for client in clients:
             client.init("t", (4, 2), kind="rows", init=1.0, optimizer=SGD)
         ids = torch.tensor([1])
@@ -279,15 +258,10 @@ def test_under_ssp_the_others_halt_after_exactly_k_steps(monkeypatch: pytest.Mon
                 clients[0].pull_many({"t": ids}, step=4)
         clients[1].push_many({}, step=0)
         clients[0].pull_many({"t": ids}, step=4)
-        for client in clients:
-            client.close()
 
 
 def test_under_asp_no_worker_waits() -> None:
-    with (
-        cluster(1) as (network, endpoints),
-        ParameterClient(endpoints, worker=Worker(0, 2, "asp"), transport=network) as client,
-    ):
+    with client_of(worker=Worker(0, 2, "asp")) as client:
         client.init("t", (4, 2), kind="rows", init=1.0, optimizer=SGD)
         for step in range(5):
             client.pull_many({"t": torch.tensor([1])}, step=step)
@@ -297,10 +271,7 @@ def test_under_asp_no_worker_waits() -> None:
 
 def test_a_missing_worker_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     impatient(monkeypatch)  # else the client's own deadline, of which a part is left for the answer
-    with (
-        cluster(1) as (network, endpoints),
-        ParameterClient(endpoints, worker=Worker(0, 3, "bsp"), transport=network) as client,
-    ):
+    with client_of(worker=Worker(0, 3, "bsp")) as client:
         client.init("t", (4, 2), kind="rows", init=1.0, optimizer=SGD)
         client.push_many({"t": (torch.tensor([1]), torch.ones(1, 2))}, step=0)
         with pytest.raises(DeadlineExceeded, match="worker 1, worker 2"):
@@ -324,8 +295,7 @@ def test_a_barrier_holds_until_the_last_has_come() -> None:
         client.barrier()
         assert sorted(arrived) == [0, 1]
 
-    with cluster(1) as (network, endpoints):
-        run_workers(endpoints, network, 2, "bsp", body)
+    run_workers(1, 2, body)
 
 
 @pytest.mark.parametrize("others", [1, 3])
@@ -344,7 +314,7 @@ def test_a_checkpoint_of_two_shards_loads_into_another_number(others: int, tmp_p
         everyone = torch.arange(40)
         return [client.pull("fixed"), client.sparse_pull("dynamic", everyone * 2**40), client.pull("bias")]
 
-    with cluster(2) as (network, endpoints), ParameterClient(endpoints, transport=network) as client:
+    with client_of(2) as client:
         client.init_table(fixed, rule)
         client.init_table(dynamic, rule)
         client.init("bias", (4,), optimizer=ADAM)
@@ -352,7 +322,7 @@ def test_a_checkpoint_of_two_shards_loads_into_another_number(others: int, tmp_p
         client.save(tmp_path / "saved", step=4)
         train(client, steps[4:])
         wanted = state(client)
-    with cluster(others) as (network, endpoints), ParameterClient(endpoints, transport=network) as client:
+    with client_of(others) as client:
         client.init("bias", (9,))  # what was there before goes
         client.load(tmp_path / "saved")
         train(client, steps[4:])
@@ -362,22 +332,162 @@ def test_a_checkpoint_of_two_shards_loads_into_another_number(others: int, tmp_p
 
 def test_a_full_dynamic_table_loads_into_another_number_of_shards_whole(tmp_path: Path) -> None:
     ids = torch.arange(50)
-    with cluster(1) as (network, endpoints), ParameterClient(endpoints, transport=network) as client:
+    with client_of(1) as client:
         client.init_table(TableSpec("t", None, 2, capacity=50), RowOptimizer.from_factory(SGD))
         client.sparse_push("t", ids, torch.ones(50, 2))
         wanted = client.sparse_pull("t", ids)
         client.save(tmp_path / "one")
     for shards, source, saved in ((4, "one", "four"), (3, "four", "three"), (1, "three", "again")):
-        with cluster(shards) as (network, endpoints), ParameterClient(endpoints, transport=network) as client:
+        with client_of(shards) as client:
             client.load(tmp_path / source)
             assert torch.equal(client.sparse_pull("t", ids), wanted)
             client.save(tmp_path / saved)
 
 
 def test_pushes_are_held_only_where_they_are_merged() -> None:
-    with cluster(1) as (network, endpoints):
-        for worker in (None, Worker(0, 1, "asp")):
-            with ParameterClient(endpoints, worker=worker, transport=network) as client:
-                client.init("t", (4, 2), kind="rows", init=1.0, optimizer=SGD)
-                with pytest.raises(ValueError, match="bsp"):
-                    client.push_many({"t": (torch.tensor([1]), torch.ones(1, 2))}, merging=Merging(hold=True))
+    for worker in (None, Worker(0, 1, "asp")):
+        with ParameterClient(worker=worker) as client:
+            client.init("t", (4, 2), kind="rows", init=1.0, optimizer=SGD)
+            with pytest.raises(ValueError, match="bsp"):
+                client.push_many({"t": (torch.tensor([1]), torch.ones(1, 2))}, merging=Merging(hold=True))
+
+
+# --- endpoints that are other shards ----------------------------------------------------------------------------------
+
+
+NAMES = ["bias", "b2", "w"]  # not all on one shard
+
+
+@pytest.fixture
+def network() -> Iterator[MemoryTransport]:
+    """Two shards of two, and a server that is alone."""
+    with ExitStack() as stack:
+        network = MemoryTransport()
+        for listen, shard, shards in [("memory:s0", 0, 2), ("memory:s1", 1, 2), ("memory:alone", 0, 1)]:
+            stack.enter_context(ParameterServer(shard, shards, listen, transport=network))
+        yield network
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "said"),
+    [
+        ("s1 s0", r"endpoint [01] \(memory:s[01]\) of the client's 2 is shard [01] of 2; name the .* in their order"),
+        ("s0", r"endpoint 0 \(memory:s0\) of the client's 1 is shard 0 of 2; name the endpoints of all 2 shards"),
+        ("s0 s1 alone", "client's 3 is shard . of .; .*or for 3 start each server with its --shard and --shards 3"),
+        ("alone s1", r"endpoint 0 \(memory:alone\) of the client's 2 is shard 0 of 1"),
+    ],
+)
+def test_endpoints_that_are_other_shards_are_refused_and_nothing_is_changed(
+    endpoints: str, said: str, network: MemoryTransport
+) -> None:
+    """Clients with the endpoints in two orders each had parameters of their own under one name, unnoticed."""
+    with ParameterClient(["memory:s0", "memory:s1"], transport=network, timeout=60) as right:
+        for name in NAMES:
+            right.init(name, (1,), optimizer=SGD)
+        right.init("rows", (10, 1), kind="rows", optimizer=SGD)
+        wrong_endpoints = [f"memory:{name}" for name in endpoints.split()]
+        with ParameterClient(wrong_endpoints, transport=network, timeout=60) as wrong:
+            refused = pytest.raises(SchemaError, match=said)
+            for name in NAMES:
+                with refused:
+                    wrong.pull(name)
+            with refused:
+                wrong.init("rows", (10, 1), kind="rows", optimizer=SGD)
+            with refused:
+                wrong.drop("rows")
+            with refused:
+                wrong.statistics()
+        assert right.pull("rows").flatten().tolist() == [0.0] * 10
+    with pytest.raises(SchemaError, match=said):  # a job's worker, at its start
+        ParameterClient(wrong_endpoints, worker=Worker(0, 1), transport=network, timeout=60)
+
+
+def test_dense_parameters_are_made_only_on_the_shard_that_their_name_belongs_to(network: MemoryTransport) -> None:
+    with ParameterClient(["memory:s1", "memory:s0"], transport=network, timeout=60) as client:
+        for name in NAMES:
+            with pytest.raises(SchemaError, match="name the endpoints of all 2 shards in their order"):
+                client.init(name, (1,), optimizer=SGD)
+    with ParameterClient(["memory:s0", "memory:s1"], transport=network, timeout=60) as client:
+        assert [described["dense"] for described in client.calls.describe()] == [[], []]
+
+
+def test_another_shard_at_a_known_address_is_noticed() -> None:
+    network = MemoryTransport()
+    with ParameterClient(["memory:here"], transport=network, timeout=60) as client:
+        with ParameterServer(0, 1, "memory:here", transport=network):
+            client.init("bias", (1,), optimizer=SGD)
+            client.push("bias", torch.ones(1))
+        with (
+            ParameterServer(1, 2, "memory:here", transport=network),
+            pytest.raises(SchemaError, match=r"endpoint 0 \(memory:here\) of the client's 1 is shard 1 of 2"),
+        ):
+            client.push("bias", torch.ones(1))
+
+
+def test_an_endpoint_that_is_named_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="endpoints names one more than once, .*'memory:s0'.*; name each shard once"):
+        ParameterClient(["memory:s0", "memory:s0"])
+
+
+# --- tensors that servers cannot keep ---------------------------------------------------------------------------------
+
+
+def nested() -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the prototype may change
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
+def quantised() -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.quantize_per_tensor(torch.ones(2, 2), 0.1, 0, torch.qint8)
+
+
+def meta() -> Tensor:
+    return torch.ones(2, 2, device="meta")
+
+
+@pytest.mark.parametrize(
+    "make", [nested, quantised, meta, lambda: torch.full((2, 2), 1 + 2j), lambda: torch.eye(2).to_sparse()]
+)
+def test_anything_but_a_plain_tensor_is_refused_in_one_sentence(make: Callable[[], Tensor]) -> None:
+    odd = make()
+    cure = "sparse_push, or tensor.to_dense" if odd.is_sparse else "give a dense tensor of real numbers"
+    with ParameterClient() as client:
+        client.init("w", (2, 2))
+        client.init("t", (4, 2), kind="rows")
+        for ask in (
+            lambda: client.push("w", odd),
+            lambda: client.sparse_push("t", torch.tensor([0, 1]), odd),
+            lambda: client.init("v", (2, 2), init=odd),
+        ):
+            with pytest.raises(SchemaError, match=cure) as told:
+                ask()
+            assert "\n" not in str(told.value)
+        assert client.pull("w").tolist() == [[0.0, 0.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("make", [nested, meta, quantised])
+def test_nor_does_it_cross_any_boundary(make: Callable[[], Tensor]) -> None:
+    odd = make()
+    with pytest.raises(TypeError, match="cross"):
+        memory_to_send(odd)
+
+
+@pytest.mark.slow
+def test_hundreds_of_tables_are_described_counted_saved_loaded_and_dropped(tmp_path: Path) -> None:
+    """From 160 on it was ``RemoteError: the header is 76117 bytes, over the 65536``."""
+    names = [f"table_{number}" for number in range(1000)]
+    with ParameterClient() as client:
+        for name in names:
+            client.init_table(TableSpec(name, 4, 2, initial=Constant(0.0)), RowOptimizer.from_factory(ADAM))
+        client.sparse_push(names[-1], torch.tensor([1]), torch.ones(1, 2))
+        rows = client.sparse_pull(names[-1], torch.arange(4))
+        assert client.statistics()[0].tables[names[-1]].pushes == 1
+        assert sum(len(described["tables"]) for described in client.calls.describe()) == 1000
+        client.save(tmp_path / "kept")
+        client.drop_some(names)
+        assert client.statistics()[0].tables == {}
+        client.load(tmp_path / "kept")
+        assert torch.equal(client.sparse_pull(names[-1], torch.arange(4)), rows)

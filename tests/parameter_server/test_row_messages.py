@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from clusters import client_of
 from torch import Tensor
 
 from anabranch.errors import NonFinite, NotFound, ProtocolError, RolledBack, SchemaError
@@ -45,15 +44,6 @@ TABLES = {
 }
 
 
-@contextmanager
-def shards(count: int) -> Iterator[ParameterClient]:
-    network = MemoryTransport()
-    with ExitStack() as stack:
-        servers = [stack.enter_context(ParameterServer(k, count, transport=network)) for k in range(count)]
-        endpoints = [server.endpoint for server in servers]
-        yield stack.enter_context(ParameterClient(endpoints, transport=network))
-
-
 def versions(client: ParameterClient, ids: Tensor) -> Tensor:
     return client.pull_many({"t": ids}, known={"t": torch.full_like(ids, -1)})["t"].versions
 
@@ -68,7 +58,7 @@ def test_unknown_rows_are_sent_and_known_ones_are_not(which: str, count: int) ->
     held = {name: torch.full((60,), -1) for name in specs}  # the version that is held of each row
     there: dict[str, dict[int, Tensor]] = {name: {} for name in specs}  # rows that are held, as they came
     changed = {name: torch.zeros(60, dtype=torch.bool) for name in specs}  # since they came
-    with shards(count) as client:
+    with client_of(count) as client:
         client.init("bias", (3,), init=2.0)
         for spec, rule in specs.values():
             client.init_table(spec, rule)
@@ -115,7 +105,7 @@ def test_unknown_rows_are_sent_and_known_ones_are_not(which: str, count: int) ->
 def test_a_row_that_left_and_came_again_never_looks_unchanged(capacity: int | None, every_row_moves: bool) -> None:
     spec = TableSpec("any", None, 2, initial=Constant(1.0), capacity=capacity, every_row_moves=every_row_moves)
     one, others = torch.tensor([7]), torch.tensor([8, 9])
-    with shards(1) as client:
+    with client_of(1) as client:
         client.init_table(spec, RowOptimizer(Family.SGD, lr=0.5, momentum=0.9 if every_row_moves else 0.0))
         client.push_many({"any": (one, torch.ones(1, 2))})
         first = client.pull_many({"any": one}, known={"any": torch.tensor([-1])})["any"]
@@ -171,7 +161,7 @@ def test_a_shard_that_lost_changes_treats_all_rows_as_unknown(tmp_path: Path) ->
 @pytest.mark.parametrize("how", ["drop", "restore"])
 def test_rows_of_a_table_that_was_replaced_are_not_known(how: str, tmp_path: Path) -> None:
     ids, ones = torch.arange(3), torch.ones(3, 2)
-    with shards(2) as client:
+    with client_of(2) as client:
         client.init_table(TableSpec("t", 3, 2, initial=Constant(0.0)), SGD)
         client.push_many({"t": (ids, ones)})
         client.save(tmp_path / "saved")
@@ -190,7 +180,7 @@ def test_rows_of_a_table_that_was_replaced_are_not_known(how: str, tmp_path: Pat
 def test_steps_of_any_size_and_age(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The table's step is said whole, and an age that is too large for what it travels as makes a row unknown."""
     ids = torch.arange(4)
-    with shards(1) as client:
+    with client_of(1) as client:
         client.init_table(TableSpec("t", 4, 2, initial=Constant(0.0)), SGD)
         with client.collect() as saved:
             state, groups = saved.state, {name: dict(group) for name, group in saved.groups()}
@@ -225,7 +215,7 @@ def test_an_id_costs_only_the_bytes_that_its_kind_needs(monkeypatch: pytest.Monk
     monkeypatch.setattr(Shard, "pull", pulled)
     monkeypatch.setattr(RowRequest, "take", taken)
     ids, row = torch.arange(10), 3 * 4
-    with shards(1) as client:
+    with client_of(1) as client:
         client.init_table(TableSpec("t", 20, 3), ADAGRAD)
 
         def bytes_of(**options: object) -> list[int]:
@@ -261,7 +251,7 @@ def test_sums_and_gradients_of_one_step_move_rows_as_the_table_alone(rule: RowOp
     specs = [TableSpec(name, 30, width, initial=Normal()) for name, width in widths.items()]
     alone = {spec.name: Table(spec, rule) for spec in specs}
     everyone = torch.arange(30)
-    with shards(count) as client:
+    with client_of(count) as client:
         for spec in specs:
             client.init_table(spec, rule)
         for _ in range(5):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from clusters import cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from saved_rows import readers
@@ -210,13 +211,9 @@ def test_a_save_beside_training_clients_is_one_moment_of_each_shard(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It once had an id twice: evicted behind the reader, and admitted again before it."""
-    network, part = MemoryTransport(), SavedTables._part
-    with ExitStack() as stack:
-        servers = [stack.enter_context(ParameterServer(k, 2, transport=network)) for k in range(2)]
-        saver, trainer = (
-            stack.enter_context(ParameterClient([server.endpoint for server in servers], transport=network))
-            for _ in range(2)
-        )
+    part = SavedTables._part
+    with cluster(2) as servers:
+        saver, trainer = servers.client(), servers.client()
         saver.init_table(TableSpec("t", None, 1, capacity=120), RULE)
         saver.init("b", (2,), init=1.0, optimizer=MOMENTUM)
         for seed in range(12):
@@ -253,10 +250,9 @@ def test_a_shard_is_read_by_two_at_a_time_and_forgets_readers_that_are_gone() ->
 
 
 def test_a_snapshot_that_one_shard_refuses_ends_on_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    network, ended = MemoryTransport(), list[list[bool]]()
-    with ExitStack() as stack:
-        servers = [stack.enter_context(ParameterServer(k, 2, transport=network)) for k in range(2)]
-        client = stack.enter_context(ParameterClient([server.endpoint for server in servers], transport=network))
+    ended = list[list[bool]]()
+    with cluster(2) as both:
+        client, servers = both.client(), both.servers
         client.init_table(TableSpec("t", 4, 1), RULE)
         others = [servers[1]._shard.snapshot(seconds=600.0) for _ in range(2)]
 
@@ -278,7 +274,7 @@ def test_three_who_read_a_shard_at_once_do_so_in_turn(
 ) -> None:
     """The workers of a job do so as it closes; the third was refused."""
     rule = RowOptimizer(Family.ROW_WISE_ADAGRAD, lr=1.0, initial_accumulator_value=0.5)
-    network, refused, pieces = MemoryTransport(), threading.Event(), SavedTables.pieces
+    refused, pieces = threading.Event(), SavedTables.pieces
 
     def late(saved: SavedTables) -> Any:
         assert refused.wait(60)  # two do not end before there is a third
@@ -294,9 +290,8 @@ def test_three_who_read_a_shard_at_once_do_so_in_turn(
 
     monkeypatch.setattr(SavedTables, "pieces", late)
     monkeypatch.setattr(saved_tables, "time", SimpleNamespace(sleep=lambda _: refused.set()))
-    with ParameterServer(transport=network) as server, ExitStack() as stack:
-        make = functools.partial(ParameterClient, [server.endpoint], transport=network)
-        clients = [stack.enter_context(make()) for _ in range(3)]
+    with cluster() as servers:
+        clients = [servers.client() for _ in range(3)]
         for name, rows in (("fixed", 4), ("dynamic", None)):
             clients[0].init_table(TableSpec(name, rows, 2, initial=Constant(1.0)), rule)
             clients[0].sparse_push(name, torch.tensor([1]), torch.ones(1, 2))
@@ -325,7 +320,7 @@ def test_a_reader_reads_on_where_a_snapshot_is_closed_meanwhile(monkeypatch: pyt
 
 
 def test_a_load_sends_the_constants_of_missed_steps_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with ParameterServer() as server, ParameterClient([server.endpoint]) as client:
+    with ParameterClient() as client:
         client.init_table(TableSpec("t", 9, 1, every_row_moves=True), MOMENTUM_RULE)
         for step in range(8):
             client.sparse_push("t", torch.tensor([step]), torch.ones(1, 1))

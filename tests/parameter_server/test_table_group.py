@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from plain_kernels import owners as owners_of
+from saved_rows import owners_of
+from test_row_table import DENSE
 
 from anabranch.errors import NotFound
 from anabranch.tables import Family, KernelThreads, Normal, RowOptimizer, RowWiseAdagrad, Table, TableGroup, TableSpec
@@ -18,15 +19,8 @@ from anabranch.tables.kernels import memory
 ROWS = (50, 7, 300, None)
 WIDTH = 5
 MANY = 40  # lookups of each table
-RULES = {
-    "sgd": functools.partial(torch.optim.SGD, lr=0.1),
-    "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "adagrad": functools.partial(torch.optim.Adagrad, lr=0.1, lr_decay=0.01),
-    "row-wise": functools.partial(RowWiseAdagrad, lr=0.1),
-    "adam": functools.partial(torch.optim.Adam, lr=0.1),
-    "adamw": functools.partial(torch.optim.AdamW, lr=0.1, weight_decay=0.1),
-    "rmsprop": functools.partial(torch.optim.RMSprop, lr=0.1, momentum=0.9, centered=True),
-}
+NAMES = ("sgd", "nesterov with decay", "adagrad", "adam", "adamw", "centered rmsprop with both")
+RULES = {**{name: DENSE[name] for name in NAMES}, "row-wise": functools.partial(RowWiseAdagrad, lr=0.1)}
 
 
 def make_tables(
@@ -34,8 +28,8 @@ def make_tables(
 ) -> list[Table]:
     """Each in an arena of its own, or all in one."""
     specs = [TableSpec(f"t{k}", rows, WIDTH, initial=Normal(0, 1), **spec) for k, rows in enumerate(ROWS)]  # type: ignore[arg-type]
-    arena = Arena(specs[0], rule, shard=shards - 1, shards=shards, pool=pool) if together else None
-    return [Table(spec, rule, arena, shard=shards - 1, shards=shards) for spec in specs]
+    arenas = [Arena(specs[0], rule, shard=shards - 1, shards=shards, pool=pool) for _ in specs]
+    return [Table(spec, rule, arenas[0 if together else k]) for k, spec in enumerate(specs)]
 
 
 def here(table: Table) -> np.ndarray:

@@ -296,25 +296,20 @@ class AcknowledgedPushes:
     """
 
     def __init__(self) -> None:
-        self._runs: list[tuple[int, int]] = []  # first and last, ascending
+        self._unheard = set[int]()  # below the newest, of no answer so far
         self.newest = self.incarnation = 0
 
     def add(self, number: int) -> None:
-        """Record ``number``, from an answer."""
-        if self._runs and self._runs[-1][1] == number - 1:
-            self._runs[-1] = (self._runs[-1][0], number)
-        elif number > 0 and not any(first <= number <= last for first, last in self._runs):
-            runs: list[tuple[int, int]] = []
-            for first, last in sorted([*self._runs, (number, number)]):  # answers may arrive in another order
-                if runs and runs[-1][1] == first - 1:
-                    first, _ = runs.pop()
-                runs.append((first, last))
-            self._runs = runs
+        """Record ``number``, from an answer; they may arrive in another order."""
+        self._unheard.update(range(self.newest + 1, number))
+        self._unheard.discard(number)
         self.newest = max(self.newest, number)
 
     def cut(self, holds: int) -> int:
         """Remove the numbers above ``holds``; returns their number."""
-        lost = sum(last - max(first - 1, holds) for first, last in self._runs if last > holds)
-        self._runs = [(first, min(last, holds)) for first, last in self._runs if first <= holds]
-        self.newest = self._runs[-1][1] if self._runs else 0
+        lost = 0
+        while self.newest > holds or self.newest in self._unheard:
+            lost += self.newest not in self._unheard
+            self._unheard.discard(self.newest)
+            self.newest -= 1
         return lost

@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numba.core.config
 import numpy as np
 import torch
 from llvmlite import binding
@@ -149,7 +148,7 @@ class Arena:
             self.usage = _zeros(2 * self._rows, np.int64).reshape(-1, 2)
         self.facts = np.vstack([self.facts, [fact]])
         self.keys = np.append(self.keys, np.uint64(table_key(spec.seed, spec.name)))
-        self.firsts = np.vstack([self.firsts, [[*spec.initial.numbers(), rule.initial_state]]])
+        self.firsts = np.vstack([self.firsts, [[*spec.initial.numbers(), rule.initial_accumulator_value]]])
         self.index = self.index._replace(keys=self.keys)
         return number, blocks
 
@@ -227,8 +226,7 @@ class Arena:
 def _converts_float16() -> bool:
     if "x86" not in binding.get_process_triple():
         return True
-    features = getattr(numba.core.config, "CPU_FEATURES", None)
-    return "+f16c" in features if features is not None else bool(binding.get_host_cpu_features().get("f16c"))
+    return bool(binding.get_host_cpu_features().get("f16c"))
 
 
 def _whole_memory() -> mmap.mmap:

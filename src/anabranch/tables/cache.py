@@ -80,12 +80,10 @@ class Cache:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", choice("policy", self.policy, ("LRU", "LFU", "LFUOpt")))
-        if isinstance(self.capacity, bool) or not isinstance(self.capacity, int) or self.capacity < 1:
-            raise ValueError(f"capacity={self.capacity!r} must be a number of rows, at least 1")
-        for name in ("pull_bound", "push_bound"):
-            bound = getattr(self, name)
-            if isinstance(bound, bool) or not isinstance(bound, int) or bound < 0:
-                raise ValueError(f"{name}={bound!r} must be a number of steps, at least 0")
+        for name, least, what in (("capacity", 1, "rows"), ("pull_bound", 0, "steps"), ("push_bound", 0, "steps")):
+            number = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, int) or number < least:
+                raise ValueError(f"{name}={number!r} must be a number of {what}, at least {least}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ class DenseParameter:
         # Row-wise Adagrad has a sum of each row; to other rules the whole is one row.
         self._of_state = value.shape[:1] if rule.family is Family.ROW_WISE_ADAGRAD else value.shape
         count, kind = len(rule.state_names) * math.prod(self._of_state), rule.state_form(1, value.dtype)[1]
-        self._states = torch.full((count,), rule.initial_state, dtype=kind, device="cpu")
+        self._states = torch.full((count,), rule.initial_accumulator_value, dtype=kind, device="cpu")
         self._shared = False
 
     @property

@@ -21,7 +21,6 @@ are worked on together; only rows that are new, or lag, are settled table by tab
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -31,20 +30,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anabranch.errors import NotFound
+from anabranch.errors import NotFound, SchemaError
 from anabranch.tables.arena import Arena, Seen
 from anabranch.tables.kernels import rows as kernels
 from anabranch.tables.kernels import vocabulary
-from anabranch.tables.kernels.memory import KernelThreads, as_array, working_dtype
+from anabranch.tables.kernels.memory import as_array, working_dtype
 from anabranch.tables.kernels.vocabulary import BLOCK, LAGS, STEP
-from anabranch.tables.missed_steps import MissedSteps
-from anabranch.tables.optimizers.row_optimizers import RowOptimizer
+from anabranch.tables.optimizers.row_optimizers import CONSTANTS, Family, RowOptimizer
 from anabranch.tables.row_block import RowBlock
 from anabranch.tables.table_spec import Placement, TableSpec
 
 Array = NDArray[Any]
 _NONE: Array = np.empty(0, np.int64)
 _NO_SQUARES: Array = np.empty(0, np.float32)
+# Positions of a step's constants, in the order of ``RowOptimizer.constants``.
+_MOMENTUM, _SHARE, _BETA2, _DECAY, _EPS, _KEEP, _STEP = 1, 2, 3, 4, 6, 7, 10
+_DECAYING = (Family.ADAM, Family.ADAMW, Family.SPARSE_ADAM, Family.RMSPROP, Family.ADAMAX)
+_ADAMS = (Family.ADAM, Family.ADAMW, Family.SPARSE_ADAM)
 
 
 class Table:
@@ -63,7 +65,6 @@ class Table:
         spec: the table.
         rule: its optimizer; later numbers are set by ``rule``.
         arena: the memory of its rows, of its kind; by default one of its own.
-        shard, shards, pool, scratch: as ``Arena`` takes them, if it is made here.
 
     Attributes:
         number: the table's in its arena.
@@ -74,19 +75,8 @@ class Table:
     Not thread-safe: a shard lets one thread in at a time.
     """
 
-    def __init__(
-        self,
-        spec: TableSpec,
-        rule: RowOptimizer,
-        arena: Arena | None = None,
-        *,
-        shard: int = 0,
-        shards: int = 1,
-        pool: KernelThreads | None = None,
-        scratch: str | os.PathLike[str] | None = None,
-    ) -> None:
-        self.spec, self._rule = spec, rule
-        self.arena = arena or Arena(spec, rule, shard=shard, shards=shards, pool=pool, scratch=scratch)
+    def __init__(self, spec: TableSpec, rule: RowOptimizer, arena: Arena | None = None) -> None:
+        self.spec, self._rule, self.arena = spec, rule, arena or Arena(spec, rule)
         self.placement = Placement.of(spec, self.arena.shards)
         self.number, self._blocks = self.arena.add(spec, rule, self.placement)
         self.missed = MissedSteps(spec, rule)
@@ -105,7 +95,7 @@ class Table:
         if rule is self._rule:
             return
         self._rule = rule  # of the same layout, which ``requests.check`` sees to
-        self.arena.firsts[self.number, 3] = rule.initial_state
+        self.arena.firsts[self.number, 3] = rule.initial_accumulator_value
 
     @property
     def step(self) -> int:
@@ -298,14 +288,79 @@ class Table:
 
     @property
     def history(self) -> Tensor:
-        """Constants of each step so far, ``[step, CONSTANTS]`` float64, for rows yet to catch up; else no rows."""
-        return self.missed.history()
+        """Constants of each step so far, ``[step, CONSTANTS]`` float64, for rows yet to catch up; else no rows.
+
+        Later steps do not change them.
+        """
+        return torch.from_numpy(self.missed.steps())
 
     def resume(self, step: int, history: Tensor) -> None:
         """Set the step count, and the constants, from which restored rows continue."""
         self.missed.resume(step, history)
         self.arena.facts[self.number, STEP], self.arena.facts[self.number, LAGS] = step, self.missed.lag
         self.arena.seen = None
+
+
+class MissedSteps:
+    """Constants of a table's steps, for rows that had no gradient in some of them.
+
+    A dense optimizer with decay or momentum also changes the rows without a gradient. A table does not: it keeps the
+    constants of each step, and a row's stamp is the step it is up to date with. Later steps are replayed, each with its
+    own constants, before the row is read or updated; so the results are the dense optimizer's.
+
+    Attributes:
+        lag: whether a step so far changes rows that had no gradient.
+        may_rest: whether a row that no longer moves without a gradient stays so: no step has L2 decay, and each has a
+            number beside its root.
+        steady: whether the constants of moments never change, nor do weights decay.
+    """
+
+    def __init__(self, spec: TableSpec, rule: RowOptimizer) -> None:
+        self._table, self._family = spec.name, rule.family
+        self._kept = spec.every_row_moves
+        self._history: NDArray[np.float64] = np.empty((64 if self._kept else 0, CONSTANTS))
+        self._step = 0  # rows [0, step) are filled
+        self.lag, self.may_rest, self.steady = False, True, True
+
+    def note(self, constants: NDArray[np.float64]) -> None:
+        """Keep the constants of the next step, which was applied to the rows with gradients."""
+        if not self._kept:
+            return
+        if self._step == len(self._history):
+            self._history = np.concatenate([self._history, np.empty_like(self._history)])
+        self._history[self._step] = constants
+        self._step += 1
+        self._look(self._history[self._step - 1 : self._step])
+
+    def _look(self, steps: NDArray[np.float64]) -> None:
+        adam, sgd = self._family in _ADAMS, self._family is Family.SGD
+        self.lag = self.lag or (
+            (self._family in _DECAYING and len(steps) > 0)
+            or bool(steps[:, _DECAY].any())
+            or (sgd and bool(steps[:, _MOMENTUM].any()))
+        )
+        self.may_rest = self.may_rest and not (steps[:, _DECAY].any() or (adam and bool((steps[:, _EPS] <= 0).any())))
+        moments = [_MOMENTUM] if sgd else [_SHARE, _BETA2] if adam else list(range(_SHARE, _STEP))
+        changed = (steps[:, moments] != self._history[0, moments]).any() if len(steps) else False
+        self.steady = self.steady and not (changed or (adam and (steps[:, _KEEP] != 1).any()))
+
+    def steps(self) -> NDArray[np.float64]:
+        """Return the constants so far, ``[steps, CONSTANTS]``; no rows of a table that needs none."""
+        return self._history[: self._step]
+
+    def check(self, step: int, history: Tensor) -> None:
+        """Raise ``SchemaError`` unless ``history`` is that of ``step`` steps."""
+        expected = (step if self._kept else 0, CONSTANTS)
+        if history.shape != expected or history.dtype != torch.float64:
+            raise SchemaError(f"table {self._table}: history of {expected} expected, got {tuple(history.shape)}")
+
+    def resume(self, step: int, history: Tensor) -> None:
+        """Set the constants of the steps so far."""
+        self.check(step, history)
+        if self._kept:
+            self._history, self._step = np.concatenate([history.numpy(), np.empty((64, CONSTANTS))]), step
+            self.lag, self.may_rest, self.steady = False, True, True
+            self._look(self._history[:step])
 
 
 class TableGroup:
@@ -377,9 +432,7 @@ class TableGroup:
         """
         flat, starts = self._lookups(ids, counts)
         versions = np.empty(flat.size, np.int64)
-        rows, _ = self._rows(
-            flat, starts, as_array(torch.empty(0, dtype=self.arena.dtype, device="cpu")), versions, training=training
-        )
+        rows, _ = self._rows(flat, starts, self.arena.zeros[:0], versions, training=training)
         evicts = np.repeat([not table.spec.stays for table in self.tables], known)
         ends, many = starts[1:], np.asarray(known)
         lookups = _ranges(ends - many, many)
@@ -460,7 +513,7 @@ class TableGroup:
     def admit(self, ids: Tensor, counts: Sequence[int]) -> None:
         """Give rows to ids as ``pull`` in training does, without the answer."""
         flat, starts = self._lookups(ids, counts)
-        self._rows(flat, starts, as_array(torch.empty(0, dtype=self.arena.dtype, device="cpu")), _NONE, training=True)
+        self._rows(flat, starts, self.arena.zeros[:0], _NONE, training=True)
 
     # --- rows of lookups --------------------------------------------------------------------------------------------
 

@@ -80,6 +80,7 @@ def table_key(seed: int, name: str) -> int:
 Eviction = Literal["age", "frequency"]
 ALLOWED_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
+_MOST_OF_HALF = torch.finfo(torch.float16).max
 _STANDARD_NORMAL = Normal()
 _INITIALS = {"Constant": Constant, "Uniform": Uniform, "Normal": Normal}
 
@@ -151,37 +152,23 @@ class TableSpec:
 
     def __post_init__(self) -> None:
         check_name(self.name)
-        self._require(self.rows is None or _counts(self.rows), f"rows={self.rows!r} must be at least 1, or None")
-        self._require(_counts(self.width), f"width={self.width!r} must be at least 1")
-        self._require(
-            self.dtype in ALLOWED_DTYPES, f"dtype={self.dtype} is not one of {', '.join(map(str, ALLOWED_DTYPES))}"
-        )
-        self._require(
-            isinstance(self.initial, Initial), f"initial={self.initial!r} is not a Constant, Uniform or Normal"
-        )
-        kind, low, high = self.initial.numbers()
+        kind, low, high = self.initial.numbers() if isinstance(self.initial, Initial) else (0, math.nan, 0.0)
         most = max(abs(low), abs(high)) if kind < 2 else abs(low) + 9 * abs(high)
-        self._require(
-            self.dtype != torch.float16 or most <= torch.finfo(torch.float16).max,
-            f"initial={self.initial!r} gives rows that float16 cannot represent",
-        )
-        self._require(self.capacity is None or _counts(self.capacity), f"capacity={self.capacity!r} must be at least 1")
-        self._require(
-            self.eviction in ("age", "frequency"), f"eviction={self.eviction!r} is neither 'age' nor 'frequency'"
-        )
-        self._require(
-            isinstance(self.seed, int) and -(1 << 63) <= self.seed < 1 << 63, f"seed={self.seed!r} must be an int64"
-        )
-        self._require(0 < self.admission <= 1, f"admission={self.admission} must be above 0 and at most 1")
-        if self.rows is not None:
-            self._require(
-                self.capacity is None and self.admission == 1,
-                "capacity and admission are for a dynamic vocabulary; give rows=None with them",
-            )
-
-    def _require(self, holds: bool, otherwise: str) -> None:
-        if not holds:
-            raise ValueError(f"table {self.name}: {otherwise}")
+        limited = self.capacity is not None or self.admission != 1
+        for holds, otherwise in (
+            (self.rows is None or _counts(self.rows), f"rows={self.rows!r} must be at least 1, or None"),
+            (_counts(self.width), f"width={self.width!r} must be at least 1"),
+            (self.dtype in ALLOWED_DTYPES, f"dtype={self.dtype} is not one of {ALLOWED_DTYPES}"),
+            (not math.isnan(low), f"initial={self.initial!r} is not a Constant, Uniform or Normal"),
+            (self.dtype != torch.float16 or most <= _MOST_OF_HALF, f"float16 cannot represent {self.initial!r}"),
+            (self.capacity is None or _counts(self.capacity), f"capacity={self.capacity!r} must be at least 1"),
+            (self.eviction in ("age", "frequency"), f"eviction={self.eviction!r} is neither 'age' nor 'frequency'"),
+            (isinstance(self.seed, int) and abs(self.seed) < 1 << 63, f"seed={self.seed!r} must be an int64"),
+            (0 < self.admission <= 1, f"admission={self.admission} must be above 0 and at most 1"),
+            (self.rows is None or not limited, "capacity and admission are for a dynamic vocabulary; give rows=None"),
+        ):
+            if not holds:
+                raise ValueError(f"table {self.name}: {otherwise}")
 
     @property
     def stays(self) -> bool:

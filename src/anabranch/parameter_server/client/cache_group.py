@@ -8,7 +8,7 @@ says what a cache does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -99,23 +99,18 @@ class CacheGroup:
         self._constants: tuple[int, Array] = -1, np.empty((0, CONSTANTS))  # of the step, by table
         self._clock = 0  # of the last step that was asked about ahead, or written
 
-    def check_again(self, names: Iterable[str], step: int) -> None:
-        """Allow another check of these tables' rows that were checked in ``step``."""
-        for name in names:
-            checked = self._arrays.checked[self._numbers[name]]
-            checked[checked == step] = step - 1
-
     # --- reading ----------------------------------------------------------------------------------------------------
 
     def ask(self, wanted: Ids, step: int, *, training: bool) -> CacheQuery[Tensor]:
         """Begin to read distinct ids at ``step``; return the request to make, which is answered by all of their rows.
 
-        No other call may come between it and the answer. Evaluation checks all rows, caches none and counts as no use.
+        No other call may come between it and the answer. Evaluation checks all rows, caches none and counts as no use;
+        nor do its checks spare training one, whose request is what keeps a row that servers may evict.
         """
         names, lookups = self._lookups(wanted)
         count, bound = lookups.ids.size, self._cache.pull_bound if training else -1
         slots, known = np.empty((2, count), np.int64)
-        room, leaving = self._room_for_requests(lookups), self._room(count, len(names))
+        room, leaving = _room_for_requests(lookups), self._room(count, len(names))
         rows = torch.empty(count, self._width, dtype=self._dtype, device="cpu")
         caches.ask(self._arrays, lookups, step, bound, training, slots, known, room, rows.numpy(), leaving)
         requests = _filled(room)
@@ -124,25 +119,14 @@ class CacheGroup:
             if requests.at.size:
                 received, constants = self._received(names, pulled), self._constants_of(step)
                 caches.answer(
-                    self._rule_number, self._arrays, lookups.members, step, slots, known, requests, received, constants,
-                    rows.numpy(),
+                    self._rule_number, self._arrays, lookups.members, step if training else step - 1, slots, known,
+                    requests, received, constants, rows.numpy(),
                 )  # fmt: skip
             return _parts(names, rows.to(self._read_as), lookups.starts, empty=True)
 
         left = self._left(names, lookups.members, leaving, step)
-        return CacheQuery(*self._parts_of(names, lookups, requests), left, answer)
-
-    def _room_for_requests(self, lookups: caches.Lookups) -> caches.Requests:
-        """Room for what is asked of the servers."""
-        at, versions = np.empty((2, lookups.ids.size), np.int64)
-        return caches.Requests(at, versions, np.zeros_like(lookups.starts))
-
-    def _parts_of(
-        self, names: list[str], lookups: caches.Lookups, requests: caches.Requests
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return, by table, the ids that are asked about, and the version known of each."""
-        ids, versions = torch.from_numpy(lookups.ids[requests.at]), torch.from_numpy(requests.versions)
-        return _parts(names, ids, requests.starts), _parts(names, versions, requests.starts)
+        ids, versions = _requested(names, lookups, requests)
+        return CacheQuery(ids, versions, left, answer)
 
     def _constants_of(self, step: int) -> Array:
         """Return the constants of each table's step, where gradients wait to be applied."""
@@ -173,7 +157,7 @@ class CacheGroup:
         Rows that this step will push are left out: the answer would lack the push. Evaluation requests missing rows.
         """
         names, lookups = self._lookups(wanted)
-        room, bound = self._room_for_requests(lookups), self._cache.pull_bound if training else 0
+        room, bound = _room_for_requests(lookups), self._cache.pull_bound if training else 0
         caches.start_prefetch(self._arrays, lookups, step, bound, room)
         self._clock, requests = step, _filled(room)
         requested = caches.Lookups(lookups.members, lookups.ids[requests.at], requests.starts)
@@ -195,7 +179,8 @@ class CacheGroup:
             )  # fmt: skip
             return left
 
-        return CacheQuery(*self._parts_of(names, lookups, requests), {}, store)
+        ids, versions = _requested(names, lookups, requests)
+        return CacheQuery(ids, versions, {}, store)
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
@@ -249,13 +234,8 @@ class CacheGroup:
 
     def _room(self, count: int, tables: int) -> caches.Due:
         """Room for ``count`` gradients that go to the servers."""
-        numbers = self._arrays.rows.dtype
-        return caches.Due(
-            np.empty(count, np.int64),
-            np.empty((count, self._width), numbers),
-            np.empty(count, np.float32),
-            np.zeros(tables + 1, np.int64),
-        )
+        grads = np.empty((count, self._width), self._arrays.rows.dtype)
+        return caches.Due(np.empty(count, np.int64), grads, np.empty(count, np.float32), np.zeros(tables + 1, np.int64))
 
     def _left(
         self, names: list[str], members: Array, room: caches.Due, step: int, *, empty: bool = False
@@ -268,6 +248,20 @@ class CacheGroup:
             for some in (room.ids, room.grads, room.squares)
         )
         return {name: (ids[name], grads[name], squares[name]) for name in ids}
+
+
+_Requested = tuple[dict[str, Tensor], dict[str, Tensor]]
+
+
+def _room_for_requests(lookups: caches.Lookups) -> caches.Requests:
+    at, versions = np.empty((2, lookups.ids.size), np.int64)
+    return caches.Requests(at, versions, np.zeros_like(lookups.starts))
+
+
+def _requested(names: list[str], lookups: caches.Lookups, requests: caches.Requests) -> _Requested:
+    """Return, by table, the ids that are asked about, and the version known of each."""
+    ids = _parts(names, torch.from_numpy(lookups.ids[requests.at]), requests.starts)
+    return ids, _parts(names, torch.from_numpy(requests.versions), requests.starts)
 
 
 def _filled(requests: caches.Requests) -> caches.Requests:
@@ -306,15 +300,11 @@ def compile_cache_kernels(cache: Cache, rule: RowOptimizer, dtype: torch.dtype) 
     layout = Layout(dict.fromkeys(names, (Placement(_ROWS, 2, 7), dtype, _WIDTH, wide)), [{}, {}])
 
     def received(query: CacheQuery[Any]) -> dict[str, Pulled]:
-        counts = {name: len(ids) for name, ids in query.ids.items()}
-        return {
-            name: Pulled(
-                torch.arange(count, device="cpu"),
-                torch.ones(count, dtype=torch.int64, device="cpu"),
-                torch.zeros(count, wide, dtype=dtype, device="cpu"),
-            )
-            for name, count in counts.items()
-        }
+        came = {}
+        for name, ids in query.ids.items():
+            rows = torch.zeros(len(ids), wide, dtype=dtype, device="cpu")
+            came[name] = Pulled(torch.arange(len(ids), device="cpu"), torch.ones_like(ids), rows)
+        return came
 
     draw = torch.Generator().manual_seed(0)
     for step in range(6):

@@ -12,7 +12,7 @@ Each bag is the module that the user would call alone, so its numbers, modes and
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -55,9 +55,8 @@ class EmbeddingBagCollection(nn.Module):
         self.bags = nn.ModuleDict()
         for key, bag in bags.items():
             if not isinstance(bag, nn.EmbeddingBag | RemoteEmbedding):
-                raise TypeError(
-                    f"feature {key!r} needs an nn.EmbeddingBag or a RemoteEmbedding, got {type(bag).__name__}"
-                )
+                kind = type(bag).__name__
+                raise TypeError(f"feature {key!r} needs an nn.EmbeddingBag or a RemoteEmbedding, got {kind}")
             if bag.mode is None:
                 raise ValueError(f"feature {key!r}: RemoteEmbedding {bag.name} reduces no bags; give it a mode=")
             try:
@@ -86,8 +85,8 @@ class EmbeddingBagCollection(nn.Module):
         if missing:
             raise SchemaError(f"features {missing} are not among {list(bags)}")
         mine = {key: bags[key] for key in self.bags}
-        lookups = {key: ids for key, (ids, _, _) in mine.items()}
-        with nullcontext() if tracer is not None else self._read_together(lookups):
+        sources = [(_source_of(self.bags[key]), ids) for key, (ids, _, _) in mine.items()]
+        with nullcontext() if tracer is not None else read_together(sources):
             return {key: self._reduce(key, *bag) for key, bag in mine.items()}
 
     def _reduce(self, key: str, ids: Tensor, starts: Tensor, weights: Tensor | None) -> Tensor:
@@ -98,10 +97,6 @@ class EmbeddingBagCollection(nn.Module):
             starts = torch.cat([starts, starts.new_full((1,), len(ids))])
         row: Tensor = bag(ids, starts, per_sample_weights=weights)
         return row
-
-    def _read_together(self, ids: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        sources = [(source, ids[key]) for key, bag in self.bags.items() if (source := _source_of(bag)) is not None]
-        return read_together(sources)
 
 
 def _source_of(bag: nn.Module) -> WeightSource | None:

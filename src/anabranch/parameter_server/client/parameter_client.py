@@ -383,7 +383,7 @@ class ParameterClient(KnownTables):
         entry = self.entry(name)
         self.end_by(until)
         if entry.placement is None:
-            most = math.prod(entry.shape) * 8 * (2 + rule.states)
+            most = math.prod(entry.shape) * 8 * (2 + len(rule.state_names))
             answer = self.calls.call(self.home(name), "export", pack(ExportMessage(name)), answer_bytes=most)
             return ParameterState(answer.tensors[0], answer.tensors[1:], unpack(answer.payload, int))
 
@@ -579,23 +579,16 @@ class ParameterClient(KnownTables):
             return error
         if step is not None:
             self._partial_step = step
-        rest = f"{taken} other shards had already applied their parts of this push"
-        if isinstance(error, BoundaryError):
-            error.add_note(rest)
-            return error
-        return type(error)(f"{error} on one shard; {rest}")
+        error.add_note(f"{taken} other shards had already applied their parts of this push")
+        return error
 
     def check_whole(self) -> None:
         """Raise ``BoundaryError`` if the shards are no longer at this worker's step, all of them."""
-        why = None
-        if self._partial_step is not None:
-            why = (
-                f"the push of step {self._partial_step} was refused by one shard and applied by others, so they no "
-                "longer hold one state"
-            )
-        elif self.worker is not None and self.calls.rolled_back:
+        lost = self.worker is not None and self.calls.rolled_back
+        if self._partial_step is not None or lost:
             why = "a server has lost pushes of this worker, so the servers are at an earlier step than the worker"
-        if why is not None:
+            if self._partial_step is not None:
+                why = f"the push of step {self._partial_step} was refused by one shard and applied by others"
             raise BoundaryError(
                 f"{why}; load the last checkpoint with executor.load, or restart the job from its last checkpoint",
                 peer="the servers",
@@ -745,25 +738,20 @@ def check_plain(tensor: Tensor, what: str) -> None:
     >>> check_plain(torch.ones(2, dtype=torch.complex64), "the gradient of w")
     Traceback (most recent call last):
     ...
-    anabranch.errors.SchemaError: the gradient of w is torch.complex64; servers keep real numbers; give \
-torch.view_as_real(tensor)
+    anabranch.errors.SchemaError: the gradient of w is of another kind (torch.complex64 on cpu) than servers keep; \
+give a dense tensor of real numbers
 
     Raises:
         TypeError: no tensor.
-        SchemaError: a complex, sparse, quantised, nested or meta tensor; the message names a replacement.
+        SchemaError: a complex, sparse, quantised, nested or meta tensor.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{what} must be a tensor, got {type(tensor).__name__}; use torch.as_tensor")
-    if tensor.is_nested:
-        raise SchemaError(f"{what} is a nested tensor; give torch.nested.to_padded_tensor(tensor, 0.0)")
+    if tensor.is_nested or tensor.is_quantized or tensor.is_complex() or tensor.is_meta:
+        kind = f"{tensor.dtype} on {tensor.device}"
+        raise SchemaError(f"{what} is of another kind ({kind}) than servers keep; give a dense tensor of real numbers")
     if tensor.layout is not torch.strided:
         raise SchemaError(f"{what} is {tensor.layout}; give its ids and rows to sparse_push, or tensor.to_dense()")
-    if tensor.is_quantized:
-        raise SchemaError(f"{what} is quantised ({tensor.dtype}); give tensor.dequantize()")
-    if tensor.is_complex():
-        raise SchemaError(f"{what} is {tensor.dtype}; servers keep real numbers; give torch.view_as_real(tensor)")
-    if tensor.is_meta:
-        raise SchemaError(f"{what} is on the meta device and has no values; give a tensor that has values")
 
 
 def _check_ids(ids: Tensor, name: str) -> None:
@@ -780,13 +768,11 @@ def _check_gradient(grad: Tensor, name: str) -> None:
 
 def _checked_endpoints(endpoints: Sequence[str], *, explicit: bool) -> list[str]:
     """Return the endpoints that a caller gave as a list of at least one."""
-    if isinstance(endpoints, str) or not isinstance(endpoints, Sequence):
+    alike = isinstance(endpoints, Sequence) and all(isinstance(endpoint, str) for endpoint in endpoints)
+    if isinstance(endpoints, str) or not alike:
         raise TypeError(f"endpoints is a list of strings such as unix:PATH or tcp://HOST:PORT, got {endpoints!r}")
-    for endpoint in endpoints:
-        if not isinstance(endpoint, str):
-            raise TypeError(f"an endpoint is a string such as unix:PATH or tcp://HOST:PORT, got {endpoint!r}")
-        if list(endpoints).count(endpoint) > 1:
-            raise ValueError(f"endpoints names {endpoint} more than once; name each shard once, in the shards' order")
+    if len(set(endpoints)) < len(endpoints):
+        raise ValueError(f"endpoints names one more than once, {endpoints}; name each shard once, in the shards' order")
     if explicit and not endpoints:
         raise ValueError("endpoints is empty; name the shards, or leave it out to use the job's")
     return list(endpoints)

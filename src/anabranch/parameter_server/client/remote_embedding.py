@@ -125,8 +125,11 @@ class RemoteEmbedding(nn.Module):
 
     def check_new(self, client: ParameterClient) -> None:
         """Raise ``ValueError`` if its table, not there yet, would begin without the rows that this module had."""
-        link = self._link
-        if (link.lost or (link.rows is not None and not client.in_process)) and not client.steps().get(self.name):
+        link, alone = self._link, self._link.client
+        here = link.rows is not None
+        if alone is not None and alone.in_process and not alone.forked:
+            here = here or bool(alone.steps().get(self.name))
+        if (link.lost or (here and not client.in_process)) and not client.steps().get(self.name):
             where = "in the memory of the process that pickled it" if link.lost else "trained without servers"
             raise ValueError(
                 f"the rows of RemoteEmbedding {self.name} were {where}, and its table would begin anew here; save "
@@ -159,17 +162,14 @@ class RemoteEmbedding(nn.Module):
 
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Rows of ``ids``, or with a ``mode`` one row a bag."""
-        args = (ids, offsets, per_sample_weights, self.on_servers.requires_grad)
+        args = (self.on_servers.requires_grad, ids, offsets, per_sample_weights)
         if torch.compiler.is_dynamo_compiling():
             return self._whole_call(*args)[0]
         return self.call_whole(*args)[0]
 
-    def call_whole(
-        self, ids: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None, trained: bool
-    ) -> list[Tensor]:
+    def call_whole(self, trained: bool, *lookup: Any) -> list[Tensor]:
         """``forward``, as one call that Dynamo does not trace into; constants if it is not ``trained``."""
-        args = (self._reach, self.spec, ids, offsets, per_sample_weights)
-        return [look_up(*args, mode=self.mode, trained=trained)]
+        return [look_up(self._reach, self.spec, trained, None, *lookup, mode=self.mode)]
 
     def _reach(self) -> WeightSource:
         link = self._link

@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -290,8 +289,7 @@ class RemoteTables:
         """
         self._collect()
         self.end(step)
-        if training and self._reads:
-            self._uncount_evaluation()
+        if training:
             self._reads = 0
         self._training = training
         self._between = between
@@ -315,12 +313,6 @@ class RemoteTables:
             source.expected = None
             source.seen.clear()
             source.gradients.clear()
-
-    def _uncount_evaluation(self) -> None:
-        """Let training request rows that evaluation has just checked, where a request is what keeps a row cached."""
-        for caches in self._caches:
-            leaving = [name for name in caches.names if not self._sources[name].spec.stays]
-            caches.check_again(leaving, self._step)
 
     def expect(self, ids_by_table: Mapping[str, Tensor], *, certain: bool = False) -> None:
         """Read the rows that this step's lookups are expected to need, of all tables together: one message per shard.
@@ -451,9 +443,7 @@ class RemoteTables:
     def __enter__(self) -> RemoteTables:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:
@@ -739,7 +729,7 @@ class _Aside(Generic[_T]):
 
 
 @contextmanager
-def read_together(lookups: Sequence[tuple[WeightSource, Tensor]]) -> Iterator[None]:
+def read_together(lookups: Sequence[tuple[WeightSource | None, Tensor]]) -> Iterator[None]:
     """Read the rows of the block's lookups; for the tables of one ``RemoteTables``, in one message per shard.
 
     Sources of other kinds are left to the lookups.

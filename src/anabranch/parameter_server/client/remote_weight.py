@@ -49,14 +49,13 @@ class WeightSource(Protocol):
 def look_up(
     source: Callable[[], WeightSource],
     table: TableSpec,
-    ids: Tensor,
-    offsets: Tensor | None,
-    per_sample_weights: Tensor | None,
-    *,
-    mode: str | None,
     trained: bool,
-    padding_id: int | None = None,
+    padding_id: int | None,
+    ids: Tensor,
+    offsets: Tensor | None = None,
+    per_sample_weights: Tensor | None = None,
     scale_grad_by_freq: bool = False,
+    mode: str | None = None,
     include_last_offset: bool = False,
 ) -> Tensor:
     """Return the row of each of ``ids``, or with a ``mode`` one row a bag, as ``F.embedding_bag`` reduces them.
@@ -229,7 +228,7 @@ class RemoteLookups:
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> Tensor:
-        return self._whole(max_norm, weight, padding_idx, input, None, None, scale_grad_by_freq, None, False)
+        return self._whole(max_norm, weight, padding_idx, input, None, None, scale_grad_by_freq)
 
     def bags(
         self,
@@ -262,26 +261,9 @@ class RemoteLookups:
             return self._whole_call(*args)[0]
         return self.call_whole(*args)[0]
 
-    def call_whole(
-        self,
-        trained: bool,
-        padding_id: int | None,
-        ids: Tensor,
-        offsets: Tensor | None,
-        per_sample_weights: Tensor | None,
-        scale_grad_by_freq: bool,
-        mode: str | None,
-        include_last_offset: bool,
-    ) -> list[Tensor]:
-        """Return the rows of ``ids``, or with a ``mode`` the bags; constants if the table is not trained."""
-        rows = look_up(
-            self._read_from, self._table, ids, offsets, per_sample_weights, mode=mode, trained=trained,
-            padding_id=padding_id, scale_grad_by_freq=scale_grad_by_freq, include_last_offset=include_last_offset,
-        )  # fmt: skip
-        return [rows]
-
-    def _read_from(self) -> WeightSource:
-        return self.source
+    def call_whole(self, *lookup: Any) -> list[Tensor]:
+        """Return the rows, or with a ``mode`` the bags; constants if the table is not trained."""
+        return [look_up(lambda: self.source, self._table, *lookup)]
 
 
 # --- distinct ids -----------------------------------------------------------------------------------------------------

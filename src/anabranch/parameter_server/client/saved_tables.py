@@ -22,7 +22,7 @@ from anabranch.parameter_server.client.shards import LONGEST, KnownTables
 from anabranch.parameter_server.messages import RestoreMessage, SnapshotMessage, SnapshotPart
 from anabranch.periodic import periodic
 from anabranch.tables.dense_parameter import DenseParameter
-from anabranch.tables.optimizers.row_optimizers import CONSTANTS, ParameterState, RowOptimizer
+from anabranch.tables.optimizers.row_optimizers import CONSTANTS, Family, ParameterState, RowOptimizer
 from anabranch.tables.row_block import Group, Piece, RowBlock, files, parts_of, pieces, rows_of
 from anabranch.tables.table import Table
 from anabranch.tables.table_spec import TableSpec
@@ -266,7 +266,8 @@ def gathered(
         parts = torch.split(some, [width, *(one.shape[1] for one in states)], 1)
         for whole, part in zip((values, *states), parts, strict=True):
             whole[ids] = part.to(whole.dtype)
-    return ParameterState(values.reshape(shape), [one.reshape(shape if rule.states else count) for one in states])
+    shape_of_state = (count,) if rule.family is Family.ROW_WISE_ADAGRAD else shape
+    return ParameterState(values.reshape(shape), [one.reshape(shape_of_state) for one in states])
 
 
 def _history(groups: Mapping[str, Group], k: int) -> Tensor:
@@ -282,7 +283,7 @@ def for_optimizer(
 
     def anew(piece: Piece) -> Piece:
         rows = piece.rows
-        states = torch.full((len(rows.ids), numbers), rule.initial_state, dtype=kind, device="cpu")
+        states = torch.full((len(rows.ids), numbers), rule.initial_accumulator_value, dtype=kind, device="cpu")
         return piece._replace(rows=replace(rows, states=states, stamps=rows.stamps.clamp(max=1)))
 
     every = (piece for name, group in groups.items() if name.startswith("rows-") for piece in pieces(group))
@@ -309,7 +310,7 @@ def write_rows(client: KnownTables, name: str, state: ParameterState | Tensor, r
     for ids in chunks(len(state.values)):
         some, count = slice(int(ids[0]), int(ids[-1]) + 1), len(ids)
         weights = state.values[some].detach().to("cpu", entry.dtype).reshape(count, entry.width).contiguous()
-        states = torch.full((count, numbers), rule.initial_state, dtype=kind, device="cpu")
+        states = torch.full((count, numbers), rule.initial_accumulator_value, dtype=kind, device="cpu")
         if state.states:
             states.copy_(torch.cat([one[some].reshape(count, -1) for one in state.states], 1))
         stamps, usage = torch.full_like(ids, state.step + 1), torch.empty(0, 2, dtype=torch.int64, device="cpu")

@@ -37,10 +37,6 @@ class _Copy:
     spec: TableSpec | None
     ways: Ways | None
 
-    @property
-    def rows(self) -> bool:
-        return self.spec is not None
-
 
 class WholeParameters:
     """The copies that one worker holds.
@@ -116,7 +112,7 @@ class WholeParameters:
         if not self._copies:
             return
         wanted = {
-            name: torch.arange(len(one.parameter), device="cpu") if one.rows else _NO_IDS
+            name: torch.arange(len(one.parameter), device="cpu") if one.spec else _NO_IDS
             for name, one in self._copies.items()
         }
         read = self._client.pull_many(wanted, step=step)
@@ -143,7 +139,7 @@ class WholeParameters:
         }
 
     def _as_pushed(self, name: str, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        if not self._copies[name].rows:
+        if self._copies[name].spec is None:
             return _NO_IDS, gradient.to_dense() if gradient.is_sparse else gradient
         if gradient.is_sparse:
             merged = gradient.coalesce()

@@ -98,15 +98,10 @@ class ShardContents:
         name, holder = message.name, self.tables.get(message.name) or self.dense.get(message.name)
         if holder is None:
             return False
-        if (message.table is not None) != isinstance(holder, Table):
-            kinds = "a dense parameter", "a table of rows"
-            raise SchemaError(f"{name} is {kinds[message.table is None]} here, not {kinds[message.table is not None]}")
-        if isinstance(holder, Table):
-            spec = TableSpec.from_dict(message.table or {})
-            if spec != holder.spec:
-                raise SchemaError(f"table {name} is {holder.spec} here, not {spec}")
-        elif [(one.shape, one.dtype) for one in tensors] != [(holder.value.shape, holder.value.dtype)]:
-            raise SchemaError(f"parameter {name} has shape {tuple(holder.value.shape)} {holder.value.dtype} here")
+        here = str(holder.spec) if isinstance(holder, Table) else _dense_form([holder.value])
+        new = _dense_form(tensors) if message.table is None else str(TableSpec.from_dict(message.table))
+        if new != here:
+            raise SchemaError(f"{name} is {here} here, not {new}")
         if not holder.rule.same_layout(RowOptimizer.from_dict(message.rule)):
             raise SchemaError(f"{name} is kept for {holder.rule.family} here, not for {message.rule.get('family')}")
         return True
@@ -274,6 +269,10 @@ class ShardContents:
     def describe(self) -> dict[str, object]:
         """Tables and parameters, their optimizers and steps, without the values."""
         return _described(self.tables, self.dense)
+
+
+def _dense_form(tensors: Sequence[Tensor]) -> str:
+    return " and ".join(f"a dense parameter {tuple(one.shape)} {one.dtype}" for one in tensors)
 
 
 def _described(tables: Mapping[str, Table], dense: Mapping[str, DenseParameter]) -> dict[str, object]:

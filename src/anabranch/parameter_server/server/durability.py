@@ -21,14 +21,12 @@ Each shard has a directory of its own, and all of a group may have theirs in one
 from __future__ import annotations
 
 import logging
-import os
-import re
 import secrets
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
@@ -39,6 +37,7 @@ from anabranch import checkpoint
 from anabranch.checkpoint import Checkpoint
 from anabranch.checkpoint.generations import Unreadable, complete_generations, set_generation_aside
 from anabranch.checkpoint.reading import newest_manifest
+from anabranch.choices import listed
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError, RolledBack
 from anabranch.parameter_server.messages import ExpectedState
@@ -331,12 +330,6 @@ def _new_incarnation() -> int:
 # --- applied requests -------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Client:
-    pushes: int = 0
-    numbers: dict[int, int] = field(default_factory=dict)  # of the applied requests, by sequence; 0 unless pushes
-
-
 class AppliedRequests:
     """The unsettled requests of each client, and the number of its pushes.
 
@@ -350,52 +343,48 @@ class AppliedRequests:
     """
 
     def __init__(self) -> None:
-        self._clients: defaultdict[bytes, _Client] = defaultdict(_Client)
+        self._pushes: defaultdict[bytes, int] = defaultdict(int)
+        self._numbers: defaultdict[bytes, dict[int, int]] = defaultdict(dict)  # by sequence; 0 unless pushes
 
     def add(self, identity: RequestIdentity, settled: int = 0, *, push: bool) -> int:
         """Add a request of a client that has settled those below ``settled``; returns a push's number, else 0."""
-        client = self._clients[identity[0]]
-        while client.numbers and (oldest := min(client.numbers)) < settled:
-            del client.numbers[oldest]
-        client.pushes += push
-        client.numbers[identity[1]] = number = client.pushes if push else 0
-        return number
+        epoch, sequence = identity
+        numbers = self._numbers[epoch]
+        while numbers and (oldest := min(numbers)) < settled:
+            del numbers[oldest]
+        self._pushes[epoch] += push
+        numbers[sequence] = self._pushes[epoch] if push else 0
+        return numbers[sequence]
 
     def take_back(self, identity: RequestIdentity) -> None:
         """Remove the request that was added last, which was refused after all."""
-        client = self._clients[identity[0]]
-        client.pushes -= client.numbers.pop(identity[1]) > 0
+        self._pushes[identity[0]] -= self._numbers[identity[0]].pop(identity[1]) > 0
 
     def pushes(self, epoch: bytes) -> int:
         """Return the number of a client's pushes that the shard holds."""
-        client = self._clients.get(epoch)
-        return 0 if client is None else client.pushes
+        return self._pushes.get(epoch, 0)
 
     def number(self, identity: RequestIdentity) -> int:
         """Return the number of an applied push; 0 if it is not remembered."""
-        client = self._clients.get(identity[0])
-        return 0 if client is None else client.numbers.get(identity[1], 0)
+        return self._numbers.get(identity[0], {}).get(identity[1], 0)
 
     def identities(self) -> Iterator[RequestIdentity]:
         """Yield the requests that are remembered."""
-        for epoch, client in self._clients.items():
-            for sequence in client.numbers:
+        for epoch, numbers in self._numbers.items():
+            for sequence in numbers:
                 yield epoch, sequence
 
     def state(self) -> dict[bytes, tuple[int, dict[int, int]]]:
         """Plain values for a checkpoint."""
-        return {epoch: (client.pushes, dict(client.numbers)) for epoch, client in self._clients.items()}
+        return {epoch: (self._pushes[epoch], dict(numbers)) for epoch, numbers in self._numbers.items()}
 
     def load(self, state: Mapping[bytes, tuple[int, dict[int, int]]]) -> None:
         """Load the result of ``state``."""
-        self._clients.update((epoch, _Client(*one)) for epoch, one in state.items())
+        for epoch, (pushes, numbers) in state.items():
+            self._pushes[epoch], self._numbers[epoch] = pushes, numbers
 
 
 # --- the directory of a shard -----------------------------------------------------------------------------------------
-
-
-_NAME = re.compile(r"shard-(\d+)-of-(\d+)")
-_SHOWN = 4
 
 
 def shard_directory(checkpoint_dir: Path, shard: int, shards: int) -> Path:
@@ -404,31 +393,16 @@ def shard_directory(checkpoint_dir: Path, shard: int, shards: int) -> Path:
     Raises:
         CheckpointError: there is state of another number of shards, and none of this number.
     """
-    others = _with_state(checkpoint_dir)
-    if others and shards not in others:
-        counts = " or ".join(map(str, sorted(others)))
-        names = sorted(name for found in others.values() for name in found)
-        shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    there = sorted(path.name for path in checkpoint_dir.glob("shard-*-of-*") if _holds_changes(path))
+    counts = dict.fromkeys(name.rpartition("-")[2] for name in there)
+    if there and str(shards) not in counts:
         raise CheckpointError(
-            f"{checkpoint_dir} holds the state of a different number of shards ({shown}), and shard {shard} of "
-            f"{shards} would start empty: start with --shards {counts}, or give another --checkpoint-dir. To change "
-            "the number of shards, save from the old servers with ParameterClient.save and load that into new ones"
+            f"{checkpoint_dir} holds the state of a different number of shards ({listed(there)}), and shard {shard} of "
+            f"{shards} would start empty: start with --shards {' or '.join(counts)}, or give another --checkpoint-dir. "
+            "To change the number of shards, save from the old servers with ParameterClient.save and load that into "
+            "new ones"
         )
     return checkpoint_dir / f"shard-{shard}-of-{shards}"
-
-
-def _with_state(checkpoint_dir: Path) -> dict[int, list[str]]:
-    """Return the names of the directories that hold changes, by their number of shards."""
-    found: dict[int, list[str]] = {}
-    try:
-        names = os.listdir(checkpoint_dir)
-    except OSError:  # not there yet; if it cannot be used, the shard's own directory cannot, and that is said
-        return found
-    for name in names:
-        match = _NAME.fullmatch(name)
-        if match and _holds_changes(checkpoint_dir / name):
-            found.setdefault(int(match[2]), []).append(name)
-    return found
 
 
 def _holds_changes(directory: Path) -> bool:

@@ -80,14 +80,15 @@ _Row = tuple[int, bytes | None, int, int]
 
 
 class PushLog:
-    """The log of one directory, which no other server can open meanwhile. A context manager.
+    """The log of one directory, which no other server can open until it is closed.
 
     >>> import tempfile, torch
+    >>> from contextlib import closing
     >>> directory = Path(tempfile.mkdtemp())
-    >>> with PushLog(directory) as log:
+    >>> with closing(PushLog(directory)) as log:
     ...     assert not list(log.replay())
     ...     log.commit(log.append(Record("push", b"facts"), [torch.ones(2)]), Deadline.after(60.0))
-    >>> with PushLog(directory) as log:
+    >>> with closing(PushLog(directory)) as log:
     ...     [(record.verb, tensors) for record, tensors in log.replay()]
     [('push', [tensor([1., 1.])])]
 
@@ -452,12 +453,6 @@ class PushLog:
                 os.close(file)
         with self._committing:
             self._database.close()
-
-    def __enter__(self) -> PushLog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _holder(path: Path) -> str:

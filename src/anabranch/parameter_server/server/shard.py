@@ -156,8 +156,6 @@ class Shard:
                 self._record("join", message, (), self._do_join, message, client)
                 self._apply_due()
                 return
-            fresh = job is None or job.world != message.world or message.step != job.clocks[message.rank]
-            fresh = fresh or (job is not None and job.number != message.number)
             if job is not None and (job.world, job.consistency.name) != (message.world, message.consistency):
                 moved = any(clock > message.step for clock in job.clocks) or job.held
                 if moved and message.step:
@@ -165,9 +163,7 @@ class Shard:
                         f"this job has {job.world} workers under {job.consistency.name}; rank {message.rank} says "
                         f"{message.world} under {message.consistency}"
                     )
-                fresh = True
-            if fresh or client != self.joined_as(message.rank):
-                self._record("join", message, (), self._do_join, message, client)
+            self._record("join", message, (), self._do_join, message, client)
 
     def _check_client(self, rank: int, client: bytes) -> None:
         """Raise ``SchemaError`` if another client has joined as worker ``rank`` since this one did."""

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -181,16 +180,14 @@ class ParameterServer:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: Any) -> None:
         self._periodic.close()
         try:
-            if kind is None:
+            if failure[0] is None:
                 self._server.drain(self._server.drain_seconds)
                 self._persistence.checkpoint()
         finally:
-            self._stack.__exit__(kind, error, trace)
+            self._stack.__exit__(*failure)
 
     def _checkpoint_if_possible(self) -> None:
         try:

@@ -143,7 +143,7 @@ def adamax(w: Any, a: Any, x: Any, s: Any, wide: Any, g: Any, b: Any, c: Any) ->
 
 @inline
 def ftrl(w: Any, a: Any, x: Any, s: Any, wide: Any, g: Any, b: Any, c: Any) -> None:
-    # ``optimizers.gradient_optimizers.follow`` has the reasons.
+    # ``FTRL._move`` in ``gradient_optimizers.py`` has the reasons.
     lr, beta, l1, l2, sign = number(w, c[0]), number(w, c[2]), number(w, c[3]), number(w, c[6]), number(w, c[5])
     zero = number(w, 0.0)
     if lr == zero:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, overload
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,14 +14,12 @@ from anabranch.tables.kernels.memory import working_dtype
 
 
 class GradientOptimizer(torch.optim.Optimizer):
-    """An optimizer that updates each parameter that has a gradient, with its group."""
+    """An optimizer that updates each parameter that has a gradient: all of it, or the rows of a sparse gradient."""
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
+    state_names: ClassVar[tuple[str, ...]]
+
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step over every parameter that has a gradient; ``closure`` recomputes the loss and is its result."""
         loss = None
         if closure is not None:
@@ -33,9 +31,29 @@ class GradientOptimizer(torch.optim.Optimizer):
                     self._update(parameter, parameter.grad, group)
         return loss
 
-    @abstractmethod
     def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        """Update ``parameter`` in place."""
+        state = self.state[parameter]
+        if not state:
+            state |= {"step": torch.tensor(0.0, device="cpu"), **self._first_states(parameter, group)}
+        state["step"] += 1
+        tensors = [parameter, *(state[name] for name in self.state_names)]
+        if not grad.is_sparse:
+            self._move(-grad if group["maximize"] else grad, *tensors, group=group, step=state["step"].item())
+            return
+        grad = grad.coalesce()
+        rows, values = grad.indices()[0], grad.values()
+        parts = [tensor[rows] for tensor in tensors]
+        self._move(-values if group["maximize"] else values, *parts, group=group, step=state["step"].item())
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor[rows] = part
+
+    @abstractmethod
+    def _first_states(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """Return the states of a parameter before its first step, by name."""
+
+    @abstractmethod
+    def _move(self, grad: Tensor, weights: Tensor, *states: Tensor, group: dict[str, Any], step: float) -> None:
+        """Move weights and states in place."""
 
 
 class FTRL(GradientOptimizer):
@@ -70,6 +88,8 @@ class FTRL(GradientOptimizer):
     Source: Algorithm 1 of McMahan et al., "Ad Click Prediction: a View from the Trenches" (2013).
     """
 
+    state_names = ("z", "n")
+
     def __init__(
         self,
         params: Iterable[Tensor],
@@ -87,41 +107,27 @@ class FTRL(GradientOptimizer):
             raise ValueError(f"FTRL takes beta > 0, got {beta!r}")
         super().__init__(params, {"lr": lr, "beta": beta, "l1": l1, "l2": l2, "maximize": maximize})
 
-    def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, float]) -> None:
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.tensor(0.0, device="cpu")
-            state["z"], state["n"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-        state["step"] += 1
-        numbers = [float(group[name]) for name in ("lr", "beta", "l1", "l2")]
-        if not grad.is_sparse:
-            follow(parameter, -grad if group["maximize"] else grad, state["z"], state["n"], *numbers)
+    def _first_states(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        return {"z": torch.zeros_like(parameter), "n": torch.zeros_like(parameter)}
+
+    def _move(self, grad: Tensor, weights: Tensor, *states: Tensor, group: dict[str, Any], step: float) -> None:
+        """One step; weights whose ``grad`` is 0 are unchanged.
+
+        A weight that is not 0 has ``z = -(w * Q_old + sign(w) * l1)``, so adding ``-(Q_new - Q_old) * w`` to it gives
+        ``-(w * Q_new + sign(w) * l1)``, and only the ``z`` of weights that are 0 is read. Half types compute in
+        float32.
+        """
+        lr, beta, l1, l2 = (float(group[name]) for name in ("lr", "beta", "l1", "l2"))
+        if not lr:
             return
-        grad = grad.coalesce()
-        rows, values = grad.indices()[0], grad.values()
-        weights, z, n = parameter[rows], state["z"][rows], state["n"][rows]
-        follow(weights, -values if group["maximize"] else values, z, n, *numbers)
-        parameter[rows], state["z"][rows], state["n"][rows] = weights, z, n
-
-
-def follow(weights: Tensor, grad: Tensor, z: Tensor, n: Tensor, lr: float, beta: float, l1: float, l2: float) -> None:
-    """One step in place; weights whose ``grad`` is 0 are unchanged.
-
-    A weight that is not 0 has ``z = -(w * Q_old + sign(w) * l1)``, so adding ``-(Q_new - Q_old) * w`` to it gives
-    ``-(w * Q_new + sign(w) * l1)``, and only the ``z`` of weights that are 0 is read. Half types compute in float32.
-    """
-    if not lr:
-        return
-    working = torch.float64 if weights.dtype == torch.float64 else torch.float32
-    w, g = weights.to(working), grad.to(working)
-    sums = n.to(working) + g * g
-    scale = (sums.sqrt() + beta) / lr + l2
-    led = torch.where(w != 0, -(w * scale + w.sign() * l1), z.to(working).clamp(-l1, l1)) + g
-    moved = torch.where(led.abs() <= l1, 0.0, (led.sign() * l1 - led) / scale)
-    touched = g != 0
-    weights.copy_(torch.where(touched, moved, w))
-    z.copy_(torch.where(touched, led, z.to(working)))
-    n.copy_(sums)
+        working = working_dtype(weights.dtype)
+        w, g, z, n = (tensor.to(working) for tensor in (weights, grad, *states))
+        sums = n + g * g
+        scale = (sums.sqrt() + beta) / lr + l2
+        led = torch.where(w != 0, -(w * scale + w.sign() * l1), z.clamp(-l1, l1)) + g
+        moved = torch.where(led.abs() <= l1, 0.0, (led.sign() * l1 - led) / scale)
+        for tensor, now in zip((weights, *states), (moved, led, sums), strict=True):
+            tensor.copy_(torch.where(g != 0, now, tensor))
 
 
 class RowWiseAdagrad(GradientOptimizer):
@@ -155,6 +161,8 @@ class RowWiseAdagrad(GradientOptimizer):
     Learning Recommendation Models" (2022).
     """
 
+    state_names = ("sum",)
+
     def __init__(
         self,
         params: Iterable[Tensor],
@@ -180,9 +188,7 @@ class RowWiseAdagrad(GradientOptimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.ndim == 0:
-                    raise ValueError(
-                        "RowWiseAdagrad keeps one number per row; a parameter without dimensions has no rows"
-                    )
+                    raise ValueError("RowWiseAdagrad keeps a number per row; a parameter without dimensions has none")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of ``state_dict``; unlike in torch, sums stay float32 for half-precision weights."""
@@ -193,35 +199,19 @@ class RowWiseAdagrad(GradientOptimizer):
             if sums is not None:
                 self.state[parameter]["sum"] = sums.to(parameter.device, working_dtype(parameter.dtype), copy=True)
 
-    def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, float]) -> None:
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.tensor(0.0, device="cpu")
-            state["sum"] = torch.full(
-                parameter.shape[:1],
-                group["initial_accumulator_value"],
-                dtype=working_dtype(parameter.dtype),  # a growing sum soon stops changing in half precision
-                device=parameter.device,
-            )
-        state["step"] += 1
-        rate = group["lr"] / (1 + (state["step"].item() - 1) * group["lr_decay"])
-        if not grad.is_sparse:
-            self._update_rows(parameter, state["sum"], grad, rate, group)
-            return
-        if group["weight_decay"]:
-            raise RuntimeError(
-                "weight_decay changes every row, but a sparse gradient names only a few; use sparse=False"
-            )
-        grad = grad.coalesce()
-        rows = grad.indices()[0]
-        weights, sums = parameter[rows], state["sum"][rows]
-        self._update_rows(weights, sums, grad.values(), rate, group)
-        parameter[rows], state["sum"][rows] = weights, sums
+    def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        if grad.is_sparse and group["weight_decay"]:
+            raise RuntimeError("weight_decay changes every row, and a sparse gradient names a few; use sparse=False")
+        super()._update(parameter, grad, group)
 
-    @staticmethod
-    def _update_rows(weights: Tensor, sums: Tensor, grad: Tensor, rate: float, group: dict[str, float]) -> None:
-        grad = (-grad if group["maximize"] else grad).to(sums.dtype)
-        wide = weights.to(sums.dtype)
+    def _first_states(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        kind = working_dtype(parameter.dtype)  # a growing sum soon stops changing in half precision
+        sums = parameter.new_full(parameter.shape[:1], group["initial_accumulator_value"], dtype=kind)
+        return {"sum": sums}
+
+    def _move(self, grad: Tensor, weights: Tensor, *states: Tensor, group: dict[str, Any], step: float) -> None:
+        (sums,), rate = states, group["lr"] / (1 + (step - 1) * group["lr_decay"])
+        grad, wide = grad.to(sums.dtype), weights.to(sums.dtype)
         if group["weight_decay"]:
             grad = grad + wide * group["weight_decay"]
         squares = grad.double().square().reshape(len(sums), math.prod(grad.shape[1:]))  # -1 is refused of no rows

@@ -67,6 +67,12 @@ _FAMILIES = {
     Family.FTRL: _Facts(FTRL, rules.FTRL, ("z", "n")),
 }
 _OF_KIND = {facts.kind: family for family, facts in _FAMILIES.items()}
+_BELOW_1 = math.nextafter(1.0, 0.0)
+_LIMITS = {
+    **dict.fromkeys(["eps", "lr_decay", "initial_accumulator_value", "l1", "l2"], (0.0, math.inf)),
+    **dict.fromkeys(["beta1", "beta2"], (0.0, _BELOW_1)),
+    "alpha": (0.0, 1.0),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +80,8 @@ class RowOptimizer:
     """An update rule and its hyperparameters at one step.
 
     >>> rule = RowOptimizer.from_factory(lambda rows: torch.optim.Adagrad(rows, lr=0.1))
-    >>> rule.family, rule.lr, rule.states
-    (<Family.ADAGRAD: 'Adagrad'>, 0.1, 1)
+    >>> rule.family, rule.lr, rule.state_names
+    (<Family.ADAGRAD: 'Adagrad'>, 0.1, ('sum',))
 
     Attributes:
         family: the update rule.
@@ -105,21 +111,12 @@ class RowOptimizer:
     l2: float = 0.0
 
     def __post_init__(self) -> None:
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            if isinstance(entry.default, bool):
-                if not isinstance(value, bool):
-                    raise ValueError(f"{self.family} takes {entry.name}=True or False, got {value!r}")
-            elif entry.name != "family" and not (isinstance(value, (int, float)) and math.isfinite(value)):
-                raise ValueError(f"{self.family} takes a finite number as {entry.name}, got {value!r}")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{self.family} takes {name} from 0 to below 1, got {getattr(self, name)!r}")
-        for name in ("eps", "lr_decay", "initial_accumulator_value", "l1", "l2"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{self.family} takes no {name} below 0, got {getattr(self, name)!r}")
-        if not 0 <= self.alpha <= 1:
-            raise ValueError(f"{self.family} takes alpha from 0 to 1, got {self.alpha!r}")
+        for entry in fields(self)[1:]:
+            value, (low, high) = getattr(self, entry.name), _LIMITS.get(entry.name, (-math.inf, math.inf))
+            kinds = bool if isinstance(entry.default, bool) else (int, float)
+            if not (isinstance(value, kinds) and math.isfinite(value) and low <= value <= high):
+                form = "True or False" if kinds is bool else f"a finite number from {low:g} to {high:g}"
+                raise ValueError(f"{self.family} takes {entry.name} as {form}, got {value!r}")
         if self.family is Family.FTRL and not (self.beta > 0 and self.lr >= 0):
             raise ValueError(f"FTRL takes beta > 0 and lr >= 0, got {self.beta!r} and {self.lr!r}")
 
@@ -134,11 +131,6 @@ class RowOptimizer:
         return (*_FAMILIES[self.family].states, *(("max_exp_avg_sq",) if self.amsgrad else ()))
 
     @property
-    def states(self) -> int:
-        """State values per weight; row-wise Adagrad's single value for a whole row is not counted."""
-        return 0 if self.family is Family.ROW_WISE_ADAGRAD else len(self.state_names)
-
-    @property
     def number(self) -> int:
         """The rule's number in ``kernels/rules.py``."""
         if self.family is Family.SGD:
@@ -149,16 +141,11 @@ class RowOptimizer:
         """Return the count and the dtype of the numbers of state beside ``width`` weights of ``dtype``."""
         if self.family is Family.ROW_WISE_ADAGRAD:  # a growing sum soon stops changing in half precision
             return 1, working_dtype(dtype)
-        return width * self.states, state_dtype(dtype)
+        return width * len(self.state_names), state_dtype(dtype)
 
     def row_width(self, width: int) -> int:
         """Values of a row of ``width`` weights with all its state."""
         return width + self.state_form(width, torch.float32)[0]
-
-    @property
-    def initial_state(self) -> float:
-        """The initial value of each state."""
-        return self.initial_accumulator_value
 
     @property
     def moves_quiet_rows(self) -> bool:
@@ -190,16 +177,12 @@ class RowOptimizer:
         sign = -1.0 if self.maximize else 1.0
         numbers: tuple[float, ...]
         if self.family is Family.SGD:
-            first = float(step == 1)
-            numbers = (
-                self.lr, self.momentum, 1 - self.dampening, float(self.nesterov), self.weight_decay, sign, first,
-            )  # fmt: skip
+            damped = 1 - self.dampening
+            numbers = (self.lr, self.momentum, damped, self.nesterov, self.weight_decay, sign, step == 1)
         elif self.family in (Family.ADAGRAD, Family.ROW_WISE_ADAGRAD):
             numbers = (self.lr / (1 + (step - 1) * self.lr_decay), self.eps, 0.0, 0.0, self.weight_decay, sign)
         elif self.family is Family.RMSPROP:
-            numbers = (
-                self.lr, self.momentum, self.alpha, float(self.centered), self.weight_decay, sign, self.eps,
-            )  # fmt: skip
+            numbers = (self.lr, self.momentum, self.alpha, self.centered, self.weight_decay, sign, self.eps)
         elif self.family is Family.ADAMAX:
             rate = self.lr / (1 - self.beta1**step)
             numbers = (rate, 0.0, self.beta1, self.beta2, self.weight_decay, sign, self.eps)
@@ -245,9 +228,7 @@ class RowOptimizer:
             raise ValueError(f"tables cannot run {type(optimizer).__name__}; use one of {names}")
         numbers = cast(Mapping[str, object], optimizer.param_groups[group])
         if numbers.get("differentiable"):
-            raise ValueError(
-                f"{family} has differentiable=True, but no gradient flows through a step on the servers; leave it False"
-            )
+            raise ValueError(f"{family}: no gradient flows through steps on servers; leave differentiable=True out")
         if family is Family.ADAM and numbers.get("decoupled_weight_decay"):
             family = Family.ADAMW
         return _rule_of(family, tuple(_numbers_of(numbers).items()))
