@@ -6,14 +6,14 @@ import copy
 import linecache
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FrameType
 
 import pytest
 import torch
-from expert_modules import Slow, adam, in_the_module, served, together
+from expert_modules import Slow, adam, calling, expert_of, in_the_module, served, sgd, together
 from torch import Tensor, nn
 
 from anabranch.deadline import Deadline
@@ -21,23 +21,18 @@ from anabranch.errors import DeadlineExceeded, NonFinite, PeerLost, RemoteError
 from anabranch.experts import ExpertBackend, ExpertServer, RemoteExpert
 from anabranch.experts.client import calls as lines
 from anabranch.experts.client.calls import Calls, ExpertCall, call_experts
-from anabranch.tensors import TensorSpec
 from anabranch.testing import LossyTransport, MemoryTransport
 from anabranch.transport import Client, Outcome, Request
-from waiting import join, running, wait_until
+from waiting import running, wait_until
 
 
-class Picky(nn.Module):
-    """A linear layer that refuses a value in forward, and one in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
+class Picky(nn.Linear):
+    """Refuses a value in forward, and one in backward."""
 
     def forward(self, x: Tensor) -> Tensor:
         if (x == 666.0).any():
             raise IndexError("no such row")
-        answer: Tensor = self.linear(x)
+        answer = super().forward(x)
         if answer.requires_grad:
             answer.register_hook(refuse)
         return answer
@@ -48,8 +43,9 @@ def refuse(gradient: Tensor) -> None:
         raise ArithmeticError("no such gradient")
 
 
-def ask_all(client: Client, server: ExpertServer, backend: ExpertBackend, rows: list[Tensor]) -> list[ExpertCall]:
-    return [ExpertCall(backend.uid, server.endpoint, backend.schema, [row], len(row)) for row in rows]
+def calls_of(client: Client, server: ExpertServer, backend: ExpertBackend, rows: Sequence[Tensor]) -> Calls:
+    calls = [ExpertCall(backend.uid, server.endpoint, backend.schema, [row], len(row)) for row in rows]
+    return Calls(client, calls, Deadline.after(60.0), 60.0)
 
 
 def outputs_of(calls: Calls) -> list[Tensor]:
@@ -66,13 +62,12 @@ def requests(server: ExpertServer) -> int:
 def test_many_calls_of_one_thread_are_one_message_and_its_batch(keep: int) -> None:
     here = nn.Linear(4, 4)
     there = copy.deepcopy(here)
-    near, far = adam(here), adam(there)
-    backend = ExpertBackend("one.0", there, far, args_schema=[TensorSpec(4)], keep_activations=keep)
+    near = adam(here)
+    backend = expert_of(there, optimizer=adam(there), keep_activations=keep)
     x = torch.randn(20, 4)
     with served(backend) as server, Client() as client:
         rows = [row.clone().requires_grad_() for row in x.split([1, 2, 1] * 5)]
-        calls = Calls(client, ask_all(client, server, backend, rows), Deadline.after(60.0), 60.0)
-        outputs = outputs_of(calls)
+        outputs = outputs_of(calls_of(client, server, backend, rows))
         assert requests(server) == 1
         x.requires_grad_()
         expected = here(x)
@@ -91,37 +86,32 @@ def test_many_calls_of_one_thread_are_one_message_and_its_batch(keep: int) -> No
 
 
 def test_a_message_has_few_rows_of_a_batch() -> None:
-    backend = ExpertBackend("one.0", nn.Linear(4, 4), args_schema=[TensorSpec(4)], max_batch_size=64)
+    backend = expert_of(nn.Linear(4, 4), max_batch_size=64)
     with served(backend) as server, Client() as client, torch.no_grad():
-        rows = [torch.ones(3, 4)] * 5
-        calls = Calls(client, ask_all(client, server, backend, rows), Deadline.after(60.0), 60.0)
-        assert len(outputs_of(calls)) == 5
+        assert len(outputs_of(calls_of(client, server, backend, [torch.ones(3, 4)] * 5))) == 5
         assert requests(server) == 3
 
 
 @pytest.mark.parametrize("keep", [0, 100])
 def test_a_faulty_request_fails_alone(keep: int) -> None:
-    there = Picky()
-    here = copy.deepcopy(there.linear)
-    optimizer = torch.optim.SGD(there.parameters(), lr=1.0)
-    backend = ExpertBackend("one.0", there, optimizer, args_schema=[TensorSpec(4)], keep_activations=keep)
+    there = Picky(4, 4)
+    here = copy.deepcopy(there)
+    backend = expert_of(there, optimizer=sgd(there, 1.0), keep_activations=keep)
     with served(backend) as server, Client() as client:
         rows = [torch.full((1, 4), value, requires_grad=True) for value in (1.0, 666.0, 2.0, float("nan"), 3.0)]
-        calls = Calls(client, ask_all(client, server, backend, rows), Deadline.after(60.0), 60.0)
+        calls = calls_of(client, server, backend, rows)
         outputs = outputs_of(calls)
         failed = [call.error for call in calls.calls]
         assert [type(error) for error in failed] == [type(None), RemoteError, type(None), NonFinite, type(None)]
         assert torch.allclose(torch.cat(outputs), here(torch.cat([rows[0], rows[2], rows[4]])))
-        seen: list[type[Exception] | None] = []
-        calls.check_backward = lambda asked: seen.extend(
-            None if call.gradient_error is None else type(call.gradient_error) for call in asked
-        )
+        seen: list[type[Exception]] = []
+        calls.check_backward = lambda asked: seen.extend(type(call.gradient_error) for call in asked)  # type: ignore[misc]
         torch.autograd.backward(outputs, [torch.full((1, 4), value) for value in (1.0, 7.0, float("inf"))])
-        assert seen == [None, RemoteError, NonFinite]
+        assert seen == [type(None), RemoteError, NonFinite]
         assert rows[0].grad is not None
         assert (rows[2].grad, rows[4].grad) == (None, None)
         assert backend.updates == 1
-        assert torch.allclose(there.linear.bias, here.bias - 1.0)
+        assert torch.allclose(there.bias, here.bias - 1.0)
 
 
 @pytest.mark.parametrize("calls", [1, 5])
@@ -130,12 +120,10 @@ def test_updates_are_made_once_however_often_the_network_cuts_their_message(call
     lossy = LossyTransport(drop=0.3, duplicate=0.2, seed=3, transport=network)
     module = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(module.weight)
-    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    backend = ExpertBackend("count.0", module, optimizer, args_schema=[TensorSpec(1)])
+    backend = expert_of(module, 1, optimizer=sgd(module, 1.0))
     with served(backend, transport=network) as server, Client(transport=lossy, retries=100) as client:
         for _ in range(20):
-            requests = ask_all(client, server, backend, [torch.ones(1, 1)] * calls)
-            outputs = outputs_of(Calls(client, requests, Deadline.after(60.0), 60.0))
+            outputs = outputs_of(calls_of(client, server, backend, [torch.ones(1, 1)] * calls))
             torch.cat(outputs).sum().backward()
     assert lossy.dropped > 5
     assert float(module.weight.detach()) == -20.0 * calls
@@ -149,7 +137,7 @@ def one_under_way(
     """While one thread's request is in the module, the next ones wait for it."""
     monkeypatch.setattr(lines, "_MOMENT", moment)
     module = Slow()
-    with served(ExpertBackend("slow.0", module, args_schema=[TensorSpec(2)], **options)) as server:  # type: ignore[arg-type]
+    with served(expert_of(module, 2, "slow.0", **options)) as server:
         expert = RemoteExpert("slow.0", server.endpoint)
         expert.get_info()
 
@@ -214,12 +202,9 @@ def test_a_full_queue_takes_those_that_it_has_room_for(monkeypatch: pytest.Monke
     assert any(isinstance(outcome, Tensor) for outcome in outcomes)
 
 
-def test_a_request_waits_for_those_under_way_only_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_waits_for_those_under_way_only_a_moment() -> None:
     """The first one may wait for the others: a batch has a minimum."""
-    module = Slow()
-    backend = ExpertBackend("slow.0", module, args_schema=[TensorSpec(2)], min_batch_size=8)
-    with served(backend) as server:
-        expert = RemoteExpert("slow.0", server.endpoint)
+    with calling(expert_of(Slow(), 2, "slow.0", min_batch_size=8)) as expert:
         answers = together(8, lambda index: without_gradients(expert, torch.full((1, 2), float(index))))
     assert [float(answer.sum()) for answer in answers if isinstance(answer, Tensor)] == [2.0 * i for i in range(8)]
 
@@ -244,27 +229,23 @@ def test_forwards_of_a_thread_that_is_interrupted_are_sent_by_others(
         try:
             outcomes[index] = sums[index].backward() if backward else without_gradients(expert, torch.ones(1, 2))
         except BaseException as error:  # noqa: BLE001 - what a caller gets is what is tested
-            outcomes[index] = error
+            outcomes[index] = error.with_traceback(None)  # which holds the requests
 
     with one_under_way(monkeypatch, started=False) as (module, _, expert, wait_for):
         sums = [expert(torch.ones(1, 2)).sum() for _ in range(4)]
         outcomes: list[object] = [None] * 4
         monkeypatch.setattr(Client, "gather", stop_once)
-        threads = [threading.Thread(target=ask, args=(index,)) for index in range(1, 4)]
-        with in_the_module(module, lambda: ask(0)):
-            for thread in threads:
-                thread.start()
+        with ExitStack() as stack, in_the_module(module, lambda: ask(0)):
+            stack.enter_context(running(*(partial(ask, index) for index in range(1, 4))))
             wait_for(3)
-        join(*threads)
+            module.open.set()
     lost = [PeerLost] * 2 if backward else [Tensor] * 2
     assert sorted(map(type, outcomes[1:]), key=str) == sorted([*lost, Stop], key=str)
     assert isinstance(outcomes[0], type(None) if backward else Tensor)
 
 
 def test_an_interrupt_at_any_line_leaves_nobody_waiting() -> None:
-    code = {lines.gather.__code__, lines._leave.__code__}
-    with served(ExpertBackend("one.0", nn.Identity(), args_schema=[TensorSpec(2)])) as server:
-        expert = RemoteExpert("one.0", server.endpoint)
+    with calling(expert_of(nn.Identity(), 2)) as expert:
         expert.get_info()
         left = 0
         while left >= 0:
@@ -272,7 +253,7 @@ def test_an_interrupt_at_any_line_leaves_nobody_waiting() -> None:
 
             def trace(frame: FrameType, event: str, argument: object) -> object:
                 nonlocal number
-                if frame.f_code not in code:
+                if frame.f_code is not lines.gather.__code__:
                     return None
                 # Only a trace comes between the body of a block and the release of its lock, no signal.
                 if event == "line" and "with" not in linecache.getline(lines.__file__, frame.f_lineno):
@@ -289,5 +270,5 @@ def test_an_interrupt_at_any_line_leaves_nobody_waiting() -> None:
                 pass
             finally:
                 sys.settrace(None)
-            without_gradients(expert, torch.ones(1, 2))  # an interrupt of its end is mended by the thread's next call
+            without_gradients(expert, torch.ones(1, 2))
             assert not lines._lines

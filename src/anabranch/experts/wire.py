@@ -9,7 +9,7 @@
 A schema is nested ``TensorSpec``s of inputs and outputs: mappings with string keys, lists, tuples, named tuples, specs
 and ``None``. Packed, it is a tree of the codec of ``tensors/``, in which a class stands by its name: it is looked up
 among the modules that this process has imported, and nothing is imported for it. Without such a class a mapping becomes
-a dict, and a named tuple one with the same fields. The two sides compare schemas by hash, so a request carries only
+a dict, and a named tuple a tuple. The two sides compare schemas by hash, so a request carries only
 tensors, in the schema's order. A call may have more than one leading dimension: they are sent as rows, and restored in
 the outputs.
 
@@ -32,11 +32,9 @@ import dataclasses
 import hashlib
 import math
 import sys
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from keyword import iskeyword
 from typing import Annotated, Any, NamedTuple, TypedDict, cast
 
 import msgspec
@@ -55,7 +53,6 @@ _AUTOCAST = frozenset({torch.float32, torch.float16, torch.bfloat16})
 # Below 32,768 values, where torch begins to compute in parallel, and a multiple of a cache line.
 _PIECE = 32_704
 _LARGEST, _LARGEST_HALF = 1e18, 6e4
-_MOST_FIELDS = 64
 
 
 class Mismatch(ValueError):
@@ -423,14 +420,9 @@ def _decode_spec(content: list[Any]) -> TensorSpec:
 
 def _decode_named(content: list[Any]) -> Structure:
     module, name, keys, parts = content
-    fields, made = tuple(keys), _imported(module, name)
-    if len(fields) > _MOST_FIELDS or not all(key.isidentifier() and not iskeyword(key) for key in fields):
-        raise ValueError(f"a named tuple has no fields {keys[:4]}")
-    if len(fields) != len(parts):
-        raise ValueError(f"{len(fields)} fields name {len(parts)} parts of a schema")
-    if not (isinstance(made, type) and issubclass(made, tuple) and getattr(made, "_fields", None) == fields):
-        made = _named_tuple(fields)
-    return tuple.__new__(made, parts)
+    made = _imported(module, name)
+    alike = isinstance(made, type) and issubclass(made, tuple) and getattr(made, "_fields", None) == tuple(keys)
+    return tuple.__new__(made if alike and len(keys) == len(parts) else tuple, parts)
 
 
 def _decode_mapping(content: list[Any]) -> Structure:
@@ -449,11 +441,6 @@ def _imported(module: str, name: str) -> object:
     for part in name.split("."):
         made = getattr(made, part, None)
     return made
-
-
-@lru_cache(maxsize=256)
-def _named_tuple(fields: tuple[str, ...]) -> type:
-    return namedtuple("Fields", fields)
 
 
 _OWN: dict[str, Callable[[Any], object]] = {"$spec": _decode_spec, "$named": _decode_named, "$mapping": _decode_mapping}

@@ -40,6 +40,7 @@ from anabranch.experts.server.scheduler import (
     TaskPool,
     Unrepeatable,
     cut,
+    in_parts,
     join_padded,
     join_rows,
     make_mask,
@@ -336,6 +337,21 @@ class ExpertBackend:
         self._check_gradients(outputs)
         return tuple([None if leaf is None else leaf.grad for leaf in leaves]), bool(roots)
 
+    def _recompute_batch(self, batch: Sequence[Task]) -> tuple[Sequence[Tensor | None], bool]:
+        """Recompute a batch, or one request larger than a batch in parts, whose gradients of parameters are summed."""
+        size = self.backward_pool.max_batch_size
+        if len(batch) > 1 or batch[0].rows <= size:
+            with self._with_mask(batch) if self.schema.pads else _as_it_is:
+                return self._recompute(self._join(batch))
+        moved: list[bool] = []
+
+        def part(tasks: Sequence[Task]) -> list[Sequence[Tensor | None]]:
+            gradients, some = self._recompute(tasks[0].inputs)
+            moved.append(some)
+            return [gradients]
+
+        return in_parts(batch[0], size, self.backward_pool.name, part), any(moved)
+
     def _run_forward(self, batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
         """Return the outputs of each task, in the mode of their callers."""
         if self.device.type != "cpu":
@@ -390,8 +406,7 @@ class ExpertBackend:
             with _evaluating(self.module) if batch[0].evaluating else _as_it_is, self._gradients.of_batch():
                 if plain:
                     self._refuse_another_mask()
-                    with self._with_mask(plain) if self.schema.pads else _as_it_is:
-                        gradients, moved = self._recompute(self._join(plain))
+                    gradients, moved = self._recompute_batch(plain)
                     answers |= zip(map(id, plain), self._split(gradients, plain, gradients=True), strict=True)
                 if resumed:
                     gradients_kept, moved_kept = self._backward_kept(resumed)

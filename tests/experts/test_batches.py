@@ -1,0 +1,468 @@
+"""Pools, the runtime and batches: which requests run together, when, and which are refused."""
+
+from __future__ import annotations
+
+import copy
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import pytest
+import torch
+from expert_modules import Feedforward, Slow, calling, expert_of, in_the_module, served, sgd, together
+from torch import Tensor, nn
+
+from anabranch.deadline import Deadline
+from anabranch.errors import DeadlineExceeded, Overloaded, PeerLost
+from anabranch.experts import Directory, RemoteExpert, Runtime, Task, TaskPool, wire
+from anabranch.experts.server.scheduler import Unrepeatable
+from anabranch.tensors import TensorSpec
+from anabranch.testing import FakeClock
+from anabranch.transport import Client, Request, RequestHeader, pack
+from anabranch.transport.frame import Hello, encode
+from networks import CountingTransport
+from waiting import running, wait_until
+
+Outcome = Sequence[Tensor | None] | BaseException
+
+
+def task(rows: int = 1, answers: list[Outcome] | None = None, **options: object) -> Task:
+    options.setdefault("deadline", Deadline.after(600.0))
+    if answers is not None:
+        options["finish"] = answers.append
+    return Task([torch.ones(rows, 1)], rows, **options)  # type: ignore[arg-type]
+
+
+def test_queues_are_bounded_in_rows_and_in_bytes_but_take_one_request_of_any_size() -> None:
+    pool = TaskPool(lambda x: [x], max_batch_size=10, max_queue_rows=5)
+    pool.submit(task(8))
+    with pytest.raises(Overloaded, match="8 rows and 32 bytes are queued"):
+        pool.submit(task())
+    narrow = TaskPool(lambda x: [x], max_queue_bytes=16)
+    narrow.submit(task(3))
+    with pytest.raises(Overloaded):
+        narrow.submit(task(2))
+    narrow.submit(task())
+    assert narrow.statistics().declined == 1
+
+
+def test_an_update_that_failed_half_way_is_not_repeated_task_by_task() -> None:
+    calls: list[int] = []
+    answers: list[Outcome] = []
+
+    def process(x: Tensor) -> list[Tensor]:
+        calls.append(1)
+        raise Unrepeatable("the optimizer broke")
+
+    pool = TaskPool(process)
+    for _ in range(3):
+        pool.submit(task(1, answers))
+    pool.run(pool.take_batch())
+    assert len(calls) == 1
+    assert [type(answer) for answer in answers] == [Unrepeatable] * 3
+
+
+class QuickPool:
+    """A pool that notes on which thread its batches run; each is as slow as the test wants."""
+
+    def __init__(self) -> None:
+        self.ran: list[tuple[str, int]] = []
+        self.seconds = 0.0
+        self.pool = TaskPool(self._process, min_batch_size=2, timeout=600.0)
+        self._done = threading.Semaphore(0)
+        self._never = threading.Event()
+
+    def _process(self, x: Tensor) -> list[Tensor]:
+        self._never.wait(timeout=self.seconds)
+        self.ran.append((threading.current_thread().name, x.shape[0]))
+        return [x]
+
+    def submit(self, runtime: Runtime, rows: int, count: int = 1) -> None:
+        """Submit a task once the device sleeps, and wait until ``count`` have finished."""
+        wait_until(runtime.idle)
+        runtime.submit({self.pool: [task(rows, finish=lambda _: self._done.release())]})
+        self.finished(count)
+
+    def finished(self, count: int) -> None:
+        for _ in range(count):
+            assert self._done.acquire(timeout=60)
+        assert not self._done.acquire(blocking=False)
+
+    def known_as_quick(self, runtime: Runtime) -> None:
+        wait_until(runtime.idle)
+        for _ in range(60):  # what is quicker is believed by half
+            self.pool.note_seconds(2, 1e-6)
+
+
+def test_quick_batches_run_on_the_submitting_thread_and_others_on_the_device_thread() -> None:
+    quick, here, device = QuickPool(), threading.current_thread().name, "anabranch-device"
+    with Runtime([quick.pool]) as runtime:
+        quick.submit(runtime, 2)  # has never run
+        quick.known_as_quick(runtime)
+        quick.submit(runtime, 1, 0)  # too few rows are not a batch, whoever looks
+        quick.submit(runtime, 1, 2)
+        quick.known_as_quick(runtime)
+        with runtime.paused():
+            quick.submit(runtime, 2, 0)
+        quick.finished(1)
+        quick.submit(runtime, 100)  # larger than anything that was quick
+        quick.known_as_quick(runtime)
+        quick.seconds = 0.01
+        quick.submit(runtime, 2)
+        quick.submit(runtime, 2)  # not so quick any more
+    assert quick.ran == [(device, 2), (here, 2), (device, 2), (device, 100), (here, 2), (device, 2)]
+
+
+def test_tasks_that_were_queued_before_their_runtime_are_run_by_it_and_those_left_when_it_ends_fail() -> None:
+    pool, waits = TaskPool(lambda x: [x]), TaskPool(lambda x: [x], min_batch_size=10)
+    future, left = pool.submit(task()), waits.submit(task())
+    with Runtime([pool, waits]):
+        assert future.result(timeout=60.0)[0].shape == (1, 1)  # type: ignore[union-attr]
+    with pytest.raises(PeerLost):
+        left.result(timeout=0)
+    with pytest.raises(PeerLost, match="closed"):
+        pool.submit(task())
+
+
+def test_a_caller_with_many_tasks_and_one_with_few_take_turns_row_by_row() -> None:
+    pool, order = TaskPool(lambda x: [x], max_batch_size=4), []
+    for caller, rows in [("many", 1)] * 8 + [("few", 1)] * 2 + [("late", 2)]:
+        pool.submit(task(rows, caller=caller))
+    while batch := pool.take_batch():
+        order.append([one.caller for one in batch])
+    assert order == [["many", "few", "late"], ["many", "few", "many", "many"], ["many"] * 4]
+
+
+def test_pools_of_a_device_share_the_turns() -> None:
+    order: list[str] = []
+    done = threading.Semaphore(0)
+
+    def pool(name: str) -> TaskPool:
+        return TaskPool(lambda x: (order.append(name), [x])[1], name=name, max_batch_size=1)
+
+    mine, more, theirs = pool("many"), pool("more of many"), pool("few")
+    finish = lambda outcome: done.release()  # noqa: E731
+    with Runtime([mine, more, theirs]) as runtime:
+        with runtime.paused():
+            mine.submit(task(caller="many", finish=finish))
+            wait_until(lambda: not runtime.idle())  # the device has taken it, and waits for the pause to end
+            for one in (mine, mine, mine, more):
+                one.submit(task(caller="many", finish=finish))
+            theirs.submit(task(caller="few", finish=finish))
+        for _ in range(6):
+            assert done.acquire(timeout=60)
+    assert order.index("few") < 4
+    assert order[-1] == "more of many"  # a caller has one turn, in however many pools it waits
+
+
+def test_submitting_returns_a_future_of_the_outputs_or_of_the_error() -> None:
+    def process(x: Tensor) -> Sequence[Tensor]:
+        assert len(x) <= 2
+        if x.max() > 5:
+            raise ArithmeticError("too large")
+        return [2 * x]
+
+    with Runtime([pool := TaskPool(process, max_batch_size=2)]):
+        good = pool.submit(task(5))
+        bad = pool.submit(Task([torch.arange(9.0)[:, None]], 9, Deadline.after(600.0)))
+        assert torch.equal(good.result(timeout=60)[0], torch.full((5, 1), 2.0))  # type: ignore[arg-type]
+        with pytest.raises(ArithmeticError, match="too large"):
+            bad.result(timeout=60)
+
+
+def test_a_future_that_is_cancelled_takes_its_task_back_and_one_that_is_unwanted_is_cancelled() -> None:
+    computed: list[int] = []
+    clock = FakeClock()
+    pool = TaskPool(lambda x: (computed.append(len(x)), [x])[1])
+    cancelled, unwanted = pool.submit(task(1)), pool.submit(task(2, unwanted=lambda: True))
+    late, last = pool.submit(task(4, deadline=Deadline.after(1.0, clock))), pool.submit(task(8))
+    clock.advance(2.0)
+    assert cancelled.cancel()
+    pool.run(pool.take_batch())
+    assert computed == [8]
+    assert last.result(timeout=0)[0] is not None
+    for future, error in ((unwanted, CancelledError), (late, DeadlineExceeded)):
+        with pytest.raises(error):
+            future.result(timeout=0)
+    assert pool.statistics().dropped == 3
+
+
+# --- requests that come together are computed together, and each gets the answer that it would get alone
+
+
+def test_empty_and_oversize_requests_are_answered() -> None:
+    module = Feedforward()
+    here = copy.deepcopy(module)
+    with calling(expert_of(module, max_batch_size=4)) as expert:
+        empty = torch.zeros(0, 4, requires_grad=True)
+        expert(empty).sum().backward()
+        assert empty.grad is not None
+        assert empty.grad.shape == (0, 4)
+        x = torch.randn(11, 4, requires_grad=True)
+        answer = expert(x)
+        assert torch.allclose(answer, here(x), atol=1e-6)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_backward_over_the_maximum_is_one_update_or_none(late: bool) -> None:
+    """Its first part was applied, its second dropped, and a retry applied the first again."""
+    module, clock, parts = nn.Linear(1, 1, bias=False), FakeClock(), list[int]()
+    nn.init.zeros_(module.weight)
+    backend = expert_of(module, 1, optimizer=sgd(module, 1.0), max_batch_size=2)
+
+    def takes_long(_: object, inputs: tuple[Tensor]) -> None:
+        parts.append(len(inputs[0]))
+        clock.advance(2.0)
+
+    module.register_forward_pre_hook(takes_long)
+    x, pool = torch.ones(5, 1), backend.backward_pool
+    with Runtime([pool]):
+        future = pool.submit(Task([x, x], 5, Deadline.after(3.0 if late else 60.0, clock)))
+        if late:
+            with pytest.raises(DeadlineExceeded):
+                future.result(timeout=60)
+        else:
+            (gradient,) = future.result(timeout=60)
+            assert gradient is not None
+            assert gradient.shape == (5, 1)
+    assert parts == ([2, 2] if late else [2, 2, 1])
+    assert backend.updates == (not late)
+    assert module.weight.item() == (0.0 if late else -5.0)
+    assert module.weight.grad is None
+
+
+def test_sixteen_callers_get_the_answers_they_would_get_alone_in_fewer_module_calls() -> None:
+    module = Feedforward().double()
+    here = copy.deepcopy(module)
+    backend = expert_of(module, min_batch_size=136, timeout=60.0)
+    inputs = [torch.randn(rows, 4, dtype=torch.float64) for rows in range(1, 17)]
+    with calling(backend) as expert:
+        expert.get_info()
+        outcomes = together(16, lambda index: expert(inputs[index]))
+    for x, outcome in zip(inputs, outcomes, strict=True):
+        assert isinstance(outcome, Tensor)
+        assert torch.allclose(outcome, here(x), rtol=0, atol=1e-14)
+    assert backend.forward_pool.statistics().tasks == 16
+    assert backend.forward_pool.statistics().batches == 1
+
+
+def test_a_batch_below_the_minimum_runs_after_its_timeout() -> None:
+    with calling(expert_of(Feedforward(), min_batch_size=100, timeout=0.1)) as expert:
+        start = time.monotonic()
+        assert expert(torch.ones(2, 4)).shape == (2, 4)
+        assert time.monotonic() - start >= 0.1
+
+
+def test_mean_reduction_moves_a_batch_of_requests_as_far_as_one() -> None:
+    moved = []
+    for reduction in ("sum", "mean"):
+        module = nn.Linear(2, 1, bias=False)
+        nn.init.zeros_(module.weight)
+        backend = expert_of(module, 2, gradient_reduction=reduction, min_batch_size=4, timeout=60.0)
+        with calling(backend) as expert:
+            outputs = together(4, lambda _, expert=expert: expert(torch.ones(1, 2)))
+            together(4, lambda index, outputs=outputs: outputs[index].sum().backward())
+        assert backend.updates == 1
+        moved.append(module.weight.detach().clone())
+    assert torch.allclose(moved[0], 4 * moved[1])
+
+
+@pytest.mark.parametrize("keep", [0, 8])
+def test_a_lazy_module_is_served_with_the_sizes_of_its_schema(keep: int) -> None:
+    module = nn.Sequential(nn.LazyInstanceNorm1d(), nn.Flatten(), nn.LazyLinear(2))
+    schema = [TensorSpec(3, 4)]
+    with calling(expert_of(module, args_schema=schema, optimizer=None, keep_activations=keep)) as expert:
+        x = torch.randn(2, 3, 4, requires_grad=True)
+        expert(x).sum().backward()
+    assert x.grad is not None
+    assert (module[0].num_features, module[2].in_features) == (3, 12)
+
+
+# --- experts with a busy, stuck or leaving device: which callers wait, which get errors, which requests are dropped
+
+PLAIN = pack(wire.ForwardHeader([wire.RequestPart(1, b"")], False))
+
+
+def test_a_module_that_becomes_slow_delays_only_its_own_callers() -> None:
+    module, network = Slow(), CountingTransport()
+    backend = expert_of(module, 2, "slow.0")
+
+    def runs_where_it_is_read() -> bool:
+        for _ in range(60):
+            backend.forward_pool.note_seconds(1, 1e-6)
+        module.threads.clear()
+        expert(torch.ones(1, 2))
+        return module.threads == ["anabranch-loop"]
+
+    with (
+        served(backend, transport=network) as server,
+        Client(transport=network) as client,
+        Client(transport=network, heartbeat=30.0) as other,
+        torch.no_grad(),
+    ):
+        expert = RemoteExpert("slow.0", server.endpoint, client=client)
+        wait_until(runs_where_it_is_read)
+        answers: list[Tensor] = []
+        with in_the_module(module, lambda: answers.append(expert(torch.ones(1, 2)))):
+            for _ in range(3):
+                other.call(Request(server.endpoint, wire.INFO, "slow.0"), Deadline.after(60.0))
+            # Who waits for the module is told that it lives.
+            before = network.received
+            wait_until(lambda: network.received > before)
+            assert not answers
+        assert len(answers) == 1
+        assert torch.equal(expert(torch.ones(1, 2)), torch.ones(1, 2))
+
+
+def test_a_full_queue_is_reported_while_the_module_computes_and_serves_again() -> None:
+    module = Slow()
+    backend = expert_of(module, 2, "slow.0", max_batch_size=2, max_queue_rows=4)
+    with served(backend) as server:
+        expert = RemoteExpert("slow.0", server.endpoint)
+        expert.get_info()
+        with ExitStack() as stack:
+            waiting = [partial(expert, torch.ones(2, 2)) for _ in range(2)]
+            with in_the_module(module, partial(expert, torch.ones(2, 2))):
+                stack.enter_context(running(*waiting))
+                wait_until(lambda: backend.forward_pool.statistics().waiting_rows == 4)
+                for _ in range(3):
+                    with pytest.raises(Overloaded, match="rows"):
+                        expert(torch.ones(1, 2))
+                # It is said of the header: the body has not been sent, nor has it a place.
+                asked = RequestHeader(wire.FORWARD, "slow.0", seconds=60.0, payload=PLAIN, schema=backend.schema.hash)
+                with asking(server.endpoint, encode(asked, [torch.ones(1, 2)])[0]) as sock:
+                    assert b"overloaded" in told(sock, b"overloaded")
+        assert expert(torch.ones(1, 2)).shape == (1, 2)
+
+
+@contextmanager
+def asking(endpoint: str, *said: bytes | memoryview) -> Iterator[socket.socket]:
+    """A connection that has said so much."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(60)
+        sock.connect(endpoint.removeprefix("unix:"))
+        sock.sendall(b"".join(map(bytes, [*encode(Hello()), *said])))
+        yield sock
+
+
+def told(sock: socket.socket, word: bytes) -> bytes:
+    """What comes, up to ``word``."""
+    heard = sock.recv(1 << 16)
+    while word not in heard and (some := sock.recv(1 << 16)):
+        heard += some
+    return heard
+
+
+def test_expired_requests_are_dropped_before_compute() -> None:
+    module = Slow()
+    backend = expert_of(module, 2, "slow.0", max_batch_size=1)
+    hasty = RequestHeader(wire.FORWARD, "slow.0", seconds=1.0, payload=PLAIN, schema=backend.schema.hash)
+    with served(backend) as server:
+        expert = RemoteExpert("slow.0", server.endpoint)
+        expert.get_info()
+        with ExitStack() as stack:
+            # The one before it holds the device until its deadline, which began when it arrived, has passed.
+            with in_the_module(module, partial(expert, torch.ones(1, 2))):
+                sock = stack.enter_context(asking(server.endpoint, *encode(hasty, [torch.ones(1, 2)])))
+                wait_until(lambda: backend.forward_pool.statistics().waiting_rows == 1)
+                wait_until(Deadline.after(1.0).expired)
+            assert b"deadline" in told(sock, b"deadline")
+    statistics = backend.forward_pool.statistics()
+    assert (statistics.dropped, statistics.batches) == (1, 1)
+
+
+def test_a_stuck_device_stops_the_beats_so_that_callers_learn_of_it() -> None:
+    module = Slow()
+    with served(expert_of(module, 2, "slow.0", max_batch_size=1), heartbeat=1.0) as server:
+        hasty = RemoteExpert("slow.0", server.endpoint, forward_timeout=0.2)
+        patient = RemoteExpert("slow.0", server.endpoint)
+        patient.get_info()
+        hasty.get_info()
+        module.open.clear()
+        module.entered.clear()
+        while not module.entered.is_set():  # on a busy machine it may come too late to be computed
+            with pytest.raises(DeadlineExceeded):
+                hasty(torch.ones(1, 2))
+        with pytest.raises(PeerLost, match="no beat"):
+            patient(torch.ones(1, 2))
+        module.open.set()
+
+
+def test_leaving_finishes_requests_in_flight_and_refuses_new_ones() -> None:
+    module, directory, answers = Slow(), Directory(), list[Tensor]()
+
+    def open_when_it_leaves() -> None:
+        wait_until(lambda: not directory.lookup(["slow.0"]))
+        module.open.set()
+
+    with Client(retries=1) as client, ExitStack() as stack:
+        with served(expert_of(module, 2, "slow.0"), directory=directory, drain_seconds=60.0) as server:
+            expert = RemoteExpert("slow.0", server.endpoint, client=client)
+            expert.get_info()
+            assert directory.lookup(["slow.0"]) == {"slow.0": server.endpoint}
+            module.open.clear()
+            module.entered.clear()
+            stack.enter_context(running(lambda: answers.append(expert(torch.ones(1, 2))), open_when_it_leaves))
+            assert module.entered.wait(timeout=60)
+        stack.close()
+        assert len(answers) == 1
+        with pytest.raises(PeerLost):
+            expert(torch.ones(1, 2))
+
+
+# --- under ten times the load that it can bear, a server's device computes full batches of requests that are answered
+
+BATCH, BATCHES = 4, 30
+
+
+class Device(nn.Module):
+    """Computes one batch whenever the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = threading.Semaphore(0)
+        self.begun = 0
+        self.rows: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.begun += 1
+        assert self.turns.acquire(timeout=60)
+        self.rows.append(len(x))
+        return x + 1
+
+
+def test_ten_times_the_load_leaves_every_batch_full() -> None:
+    device = Device()
+    backend = expert_of(
+        device, 2, "device.0", outputs_schema=TensorSpec(2), max_batch_size=BATCH, max_queue_rows=2 * BATCH
+    )
+    answered: list[Tensor] = []
+    declined: list[Overloaded] = []
+    stop = threading.Event()
+
+    def ask(row: int) -> None:
+        expert, x = RemoteExpert("device.0", server.endpoint, client=client), torch.full((1, 2), float(row))
+        with torch.no_grad():
+            while not stop.is_set():
+                try:
+                    answered.append(expert(x) - x)
+                except Overloaded as error:
+                    declined.append(error)
+                    stop.wait(timeout=0.01)
+
+    with served(backend) as server, Client() as client, running(*(partial(ask, row) for row in range(10 * BATCH))):
+        for number in range(1, BATCHES + 1):
+            wait_until(lambda number=number: device.begun == number)
+            wait_until(lambda: backend.forward_pool.statistics().waiting_rows >= BATCH)
+            device.turns.release()
+        wait_until(lambda: len(device.rows) == BATCHES and declined)
+        rows = device.rows[1:]  # the first batch began with the first request
+        stop.set()
+        device.turns.release(10 * BATCH)
+    assert rows == [BATCH] * (BATCHES - 1)
+    assert len(answered) == sum(device.rows)
+    assert all(torch.equal(answer, torch.ones(1, 2)) for answer in answered)
