@@ -79,10 +79,8 @@ class _Table:
                 entry = self._entries.get(uid)
                 # ``None`` is this host's user, who may replace any.
                 if owner is not None and entry is not None and entry.owner != owner:
-                    left = entry.expires - now
-                    raise Unauthorized(
-                        f"{uid} was announced with another certificate, which holds it for {left:.0f} s more"
-                    )
+                    left = f"{entry.expires - now:.0f} s more"
+                    raise Unauthorized(f"{uid} was announced with another certificate, which holds it for {left}")
             self._sweep_at = min(self._sweep_at, now + ttl)
             for uid in checked:
                 if uid not in self._entries:
@@ -180,8 +178,8 @@ class Directory:
             secured = client is not None or insecure or resolve_keys(keys) is not None
             if isinstance(parse_endpoint(endpoint), TcpEndpoint) and not secured:
                 raise ValueError(
-                    f"{endpoint} is reached over TCP, which takes certificates: give keys=DIR, as `anabranch keys DIR` "
-                    "makes it, or set ANABRANCH_KEYS; on a network that you trust insecure=True"
+                    f"{endpoint} is reached over TCP, which takes certificates: give keys=DIR of `anabranch keys DIR`, "
+                    "or set ANABRANCH_KEYS; on a network that you trust insecure=True"
                 )
         self.endpoint = endpoint
         self._timeout = timeout
@@ -236,10 +234,8 @@ class Directory:
         """Return what the table, or the server, answers, of the type ``answer``."""
         if self._module_client is None or self.endpoint is None:
             if self._memory is None:
-                raise ValueError(
-                    "this directory was in the memory of the process that pickled it; create experts and mixtures that "
-                    "go to other processes with the endpoint of a DirectoryServer"
-                )
+                cure = "give modules that go to other processes the endpoint of a DirectoryServer"
+                raise ValueError(f"this directory was in the memory of the process that pickled it; {cure}")
             return getattr(self._memory, verb)(*question)
         whole = self._within
         deadline = Deadline.after(self._timeout) if whole is None else whole.sooner(self._timeout)
@@ -372,9 +368,8 @@ class _DirectoryVerbs:
         prefixes = unpack(call.payload, list[str])
         tables = self._seen_by(call.peer)
         by_table = [table.active(prefixes) for table in tables]
-        call.reply(
-            payload=pack({prefix: sorted({i for mine in by_table for i in mine[prefix]}) for prefix in prefixes})
-        )
+        joined = {prefix: sorted({i for mine in by_table for i in mine[prefix]}) for prefix in prefixes}
+        call.reply(payload=pack(joined))
 
     def _announced(self, call: Call) -> None:
         after = unpack(call.payload, str)

@@ -32,7 +32,7 @@ import dataclasses
 import hashlib
 import math
 import sys
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, TypedDict, cast
@@ -88,10 +88,8 @@ class Nesting:
             return cls()
         made, fields = type(structure), getattr(structure, "_fields", ())
         if made not in (list, tuple) and not fields:
-            raise SchemaError(
-                "mappings with string keys, lists, tuples, named tuples and None can be sent to an expert, not "
-                f"{made.__name__}; wrap the module in one that takes and returns those"
-            )
+            takes = "mappings with string keys, lists, tuples, named tuples and None"
+            raise SchemaError(f"experts take and return {takes}, not {made.__name__}; wrap the module in one that does")
         return cls(made, tuple(fields), tuple(map(cls.of, structure)))
 
     def leaves_of(self, structure: Structure) -> list[object]:
@@ -141,8 +139,6 @@ def _mapping(made: type, keys: Sequence[str], parts: Sequence[object]) -> Struct
     items = dict(zip(keys, parts, strict=True))
     if made is dict:
         return items
-    if issubclass(made, defaultdict):
-        return made(None, items)
     if dataclasses.is_dataclass(made):  # for example Hugging Face's ModelOutput
         return made(**items)
     return made(list(items.items()) if issubclass(made, OrderedDict) else items)  # type: ignore[call-arg]
@@ -275,10 +271,8 @@ class Schema:
         for tensor, spec in zip(inputs, self.inputs, strict=True):
             if tensor is not None and spec is not None and spec.varying:
                 return spec.sizes_of(tensor.shape)[0]
-        raise SchemaError(
-            f"a session needs an input with a dimension that varies, such as TensorSpec(None, 512), for its positions; "
-            f"the expert takes {outline((self.arguments, dict(self.keywords)))}"
-        )
+        needs = "an input with a dimension that varies, such as TensorSpec(None, 512)"
+        raise SchemaError(f"a session needs {needs}, got {outline((self.arguments, dict(self.keywords)))}")
 
     def flatten_inputs(
         self, args: Sequence[object], kwargs: Mapping[str, object], *, casting: bool | None = None
@@ -300,10 +294,8 @@ class Schema:
         try:
             leaves = self.input_nesting.leaves_of((tuple(args), dict(kwargs)))
         except Mismatch:
-            raise SchemaError(
-                f"expected arguments {outline((self.arguments, dict(self.keywords)))}, "
-                f"got {outline((tuple(args), dict(kwargs)))}"
-            ) from None
+            takes, came = outline((self.arguments, dict(self.keywords))), outline((tuple(args), dict(kwargs)))
+            raise SchemaError(f"expected arguments {takes}, got {came}") from None
         tensors: list[Tensor | None] = []
         leading: dict[str, tuple[int, ...]] = {}
         for leaf, spec, name in zip(leaves, self.inputs, self.input_names, strict=True):
@@ -457,19 +449,14 @@ def infer_specs(outputs: Structure, rows: int) -> Structure:
         if not isinstance(leaf, Tensor):
             raise SchemaError(f"the module returned {type(leaf).__name__} at {name or 'its output'}, not a tensor")
         if leaf.ndim == 0 or leaf.shape[0] != rows:
-            raise SchemaError(
-                f"the module returned {tuple(leaf.shape)} at {name or 'its output'} for {rows} rows; an expert returns "
-                "as many rows (dim 0) as it receives"
-            )
+            says = "an expert returns as many rows (dim 0) as it receives"
+            raise SchemaError(f"the module returned {tuple(leaf.shape)} at {name or 'its output'} for {rows}; {says}")
         specs.append(TensorSpec(*leaf.shape[1:], dtype=leaf.dtype, requires_grad=leaf.requires_grad))
     try:
-        inferred = nesting.rebuild(specs)
+        return nesting.rebuild(specs)
     except Exception as error:
-        raise SchemaError(
-            f"a {type(outputs).__name__} cannot be rebuilt from its parts ({type(error).__name__}: {error}); wrap the "
-            "module in one that returns a dict"
-        ) from error
-    return inferred
+        why = f"{type(outputs).__name__} cannot be rebuilt from its parts ({type(error).__name__}: {error})"
+        raise SchemaError(f"a {why}; wrap the module in one that returns a dict") from error
 
 
 def first_not_finite(tensors: Sequence[Tensor | None], names: Sequence[str], *, moderate: bool = False) -> str | None:
@@ -735,7 +722,7 @@ def check_parts(layout: Layout, message: RequestHeader | ReplyHeader, sent: int 
     rows = parts[0].shape[0] if parts and parts[0].shape else 0
     if sent not in (None, rows) and parts:
         raise ProtocolError(f"{sent} rows were sent, but {rows} were received")
-    expected = len(layout)
+    expected = len(layout)  # as count_parts, which every message would call
     for _, spec in layout:
         expected += spec.compression == "int8"
     if len(parts) != expected:

@@ -321,9 +321,8 @@ class TaskPool:
         whole: bool = False,
     ) -> None:
         if not 1 <= min_batch_size <= max_batch_size:
-            raise ValueError(
-                f"batch sizes are 1 <= min_batch_size <= max_batch_size, got {min_batch_size} and {max_batch_size}"
-            )
+            sizes = f"{min_batch_size} and {max_batch_size}"
+            raise ValueError(f"batch sizes are 1 <= min_batch_size <= max_batch_size, got {sizes}")
         if timeout is not None and not 0 <= timeout < float("inf"):
             raise ValueError(f"timeout is a finite number of seconds or None, got {timeout!r}")
         self.name = name
@@ -680,14 +679,8 @@ def join_rows(requests: Sequence[Sequence[Tensor | None]], rows: Sequence[int]) 
             joined.append(None)
             continue
         # A gradient of only some requests is zero for the others.
-        joined.append(
-            torch.cat(
-                [
-                    like.new_zeros(count, *like.shape[1:]) if tensor is None else tensor
-                    for count, tensor in zip(rows, column, strict=True)
-                ]
-            )
-        )
+        pairs = zip(rows, column, strict=True)
+        joined.append(torch.cat([like.new_zeros(n, *like.shape[1:]) if one is None else one for n, one in pairs]))
     return joined
 
 
@@ -772,10 +765,8 @@ def split_padded(
     longest = _longest(batch)
     for output, spec, name in zip(outputs[0], specs, names, strict=True):
         if output is not None and spec is not None and any(n != longest for n in spec.sizes_of(output.shape)):
-            raise SchemaError(
-                f"{name}: expected length {longest}, as its inputs were padded to, got {tuple(output.shape)}; sizes of "
-                "outputs that vary must be those of the inputs"
-            )
+            says = f"expected length {longest}, as its inputs were padded to, got {tuple(output.shape)}"
+            raise SchemaError(f"{name}: {says}; sizes of outputs that vary are those of the inputs")
     return [list(map(cut, mine, specs, repeat(task.length))) for task, mine in zip(batch, outputs, strict=True)]
 
 
