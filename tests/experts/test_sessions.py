@@ -6,7 +6,6 @@ import copy
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from anabranch.deadline import Deadline
 from anabranch.errors import CaptureError, NonFinite, NotFound, Overloaded, RemoteError, SchemaError, SessionGone
 from anabranch.executor import EvalStep, Executor
 from anabranch.experts import Directory, ExpertBackend, InferenceSession, RemoteExpert
-from anabranch.experts.server.sessions import LEAST_BYTES, Sessions, Step, bytes_held
+from anabranch.experts.server.sessions import LEAST_BYTES, Sessions, Step
 from anabranch.experts.wire import StepHeader
 from anabranch.observe import expert_metrics
 from anabranch.tensors import TensorSpec
@@ -408,22 +407,3 @@ def test_counted_memory_is_released_on_every_path() -> None:
     assert backend.open_sessions == 1
     sessions.close()
     assert (backend.open_sessions, sessions.nbytes) == (0, 0)
-
-
-@dataclass(slots=True)
-class Layer:
-    keys: Tensor
-    module: nn.Module
-
-
-class Cache:
-    def __init__(self, *layers: Layer) -> None:
-        self.layers = layers
-        self.itself = self
-
-
-def test_the_bytes_of_a_cache_are_those_of_its_tensors_wherever_they_are() -> None:
-    keys, module = torch.zeros(10), nn.Linear(9, 9)
-    cache = Cache(*(Layer(part, module) for part in (keys, keys[2:], torch.zeros(5))))
-    more = {"more": (torch.zeros(1, dtype=torch.float64), None, "text", 3.0)}
-    assert bytes_held(cache, [keys.view(2, 5)], more) == 68
