@@ -130,35 +130,22 @@ def test_tasks_that_were_queued_before_their_runtime_are_run_by_it_and_those_lef
         pool.submit(task())
 
 
-def test_a_caller_with_many_tasks_and_one_with_few_take_turns_row_by_row() -> None:
-    pool, order = TaskPool(lambda x: [x], max_batch_size=4), []
-    for caller, rows in [("many", 1)] * 8 + [("few", 1)] * 2 + [("late", 2)]:
-        pool.submit(task(rows, caller=caller))
-    while batch := pool.take_batch():
-        order.append([one.caller for one in batch])
-    assert order == [["many", "few", "late"], ["many", "few", "many", "many"], ["many"] * 4]
-
-
-def test_pools_of_a_device_share_the_turns() -> None:
-    order: list[str] = []
-    done = threading.Semaphore(0)
-
-    def pool(name: str) -> TaskPool:
-        return TaskPool(lambda x: (order.append(name), [x])[1], name=name, max_batch_size=1)
-
-    mine, more, theirs = pool("many"), pool("more of many"), pool("few")
-    finish = lambda outcome: done.release()  # noqa: E731
-    with Runtime([mine, more, theirs]) as runtime:
-        with runtime.paused():
-            mine.submit(task(caller="many", finish=finish))
-            wait_until(lambda: not runtime.idle())  # the device has taken it, and waits for the pause to end
-            for one in (mine, mine, mine, more):
-                one.submit(task(caller="many", finish=finish))
-            theirs.submit(task(caller="few", finish=finish))
-        for _ in range(6):
-            assert done.acquire(timeout=60)
-    assert order.index("few") < 4
-    assert order[-1] == "more of many"  # a caller has one turn, in however many pools it waits
+def test_callers_take_turns_row_by_row_in_however_many_pools_of_a_device_they_wait() -> None:
+    pool, more = (TaskPool(lambda x: [x], max_batch_size=4) for _ in range(2))
+    scheduler = Runtime([pool, more])._scheduler
+    tasks = [*[(pool, "many", 1)] * 8, (more, "many", 4), *[(pool, "few", 1)] * 2, (pool, "late", 2), (more, "few", 1)]
+    for one, caller, rows in tasks:
+        one.submit(task(rows, caller=caller))
+    order = []
+    while queue := scheduler.most_urgent(0.0):
+        order.append((queue.pool is more, [one.caller for one in scheduler.take(queue)]))
+    assert order == [
+        (False, ["many", "few", "late"]),
+        (False, ["many", "few", "many", "many"]),
+        (True, ["few"]),
+        (False, ["many"] * 4),
+        (True, ["many"]),
+    ]
 
 
 def test_submitting_returns_a_future_of_the_outputs_or_of_the_error() -> None:
