@@ -413,8 +413,10 @@ def _decode_spec(content: list[Any]) -> TensorSpec:
 def _decode_named(content: list[Any]) -> Structure:
     module, name, keys, parts = content
     made = _imported(module, name)
-    alike = isinstance(made, type) and issubclass(made, tuple) and getattr(made, "_fields", None) == tuple(keys)
-    return tuple.__new__(made if alike and len(keys) == len(parts) else tuple, parts)
+    fields = getattr(made, "_fields", None)
+    if isinstance(made, type) and issubclass(made, tuple) and fields == tuple(keys) and len(keys) == len(parts):
+        return tuple.__new__(made, parts)
+    return tuple(parts)
 
 
 def _decode_mapping(content: list[Any]) -> Structure:

@@ -589,7 +589,9 @@ def _take(line: _Line, mine: CallRequest) -> list[CallRequest]:
     """Take those that wait as long as ``mine``, unless that has left: what is sent for a caller ends with its wait."""
     if mine not in line.waiting:
         return []
-    left, batch, others = mine.deadline.remaining(), [], []
+    left = mine.deadline.remaining()
+    batch: list[CallRequest] = []
+    others: list[CallRequest] = []
     for one in line.waiting:
         alike = one.deadline is mine.deadline or abs(one.deadline.remaining() - left) <= _LATE
         (batch if alike else others).append(one)
@@ -600,13 +602,14 @@ def _take(line: _Line, mine: CallRequest) -> list[CallRequest]:
 def _taken_along(client: Client, one: CallRequest) -> Outcome:
     """Return the outcome of a request that left with those of another thread."""
     assert one.done is not None
-    where = {"peer": one.call.endpoint, "operation": f"{one.verb} {one.call.uid}"}
+    peer, operation = one.call.endpoint, f"{one.verb} {one.call.uid}"
     while not one.done.wait(timeout=min(LONGEST_SLEEP, one.deadline.remaining())):
         if one.deadline.expired():
-            return one.deadline.error(**where)
+            return one.deadline.error(peer=peer, operation=operation)
     if one.outcome is None and one.verb == wire.FORWARD:  # that thread was interrupted, and this may be done twice
         return client.gather([request_of([one])], one.deadline)[0]
-    return one.outcome or PeerLost("the thread that had sent this request with its own was interrupted", **where)
+    lost = "the thread that had sent this request with its own was interrupted"
+    return one.outcome or PeerLost(lost, peer=peer, operation=operation)
 
 
 def _messages(batch: Sequence[CallRequest]) -> list[list[CallRequest]]:

@@ -591,10 +591,10 @@ class ExpertBackend:
             if not isinstance(leaf, Tensor) or leaf.dtype is not spec.dtype or leaf.shape[1:] != spec.shape:
                 spec.check(leaf, f"{self.uid}'s output {index}")
             assert isinstance(leaf, Tensor)
-            if leaf.shape[0] != rows:
+            if leaf.shape[:1] != (rows,):
+                says = f"expected {rows} rows, as in the input, got {len(leaf) if leaf.ndim else 'none'}"
                 raise SchemaError(
-                    f"{self.uid}'s output {index}: expected {rows} rows, as in the input, got {leaf.shape[0]}; an "
-                    "expert's module returns one row (dim 0) per input row"
+                    f"{self.uid}'s output {index}: {says}; a module returns one row (dim 0) per input row"
                 )
         return cast(list[Tensor | None], leaves)
 
