@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from anabranch.experts import ExpertBackend, ExpertServer, RemoteExpert
+from anabranch.experts import ExpertBackend, ExpertServer, RemoteExpert, TaskPool
 from anabranch.tensors import Structure, TensorSpec
-from waiting import join, running
+from waiting import join, running, wait_until
 
 
 class Feedforward(nn.Module):
@@ -50,16 +51,6 @@ def nested_inputs(rows: int) -> tuple[tuple[Tensor, Tensor], dict[str, Structure
     return pair, {"ids": torch.arange(rows) % 10, "options": {"mask": torch.arange(rows) % 3 != 0}}
 
 
-class TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 2)
-        self.second = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.first(x), self.second(x)
-
-
 class Slow(nn.Module):
     """Waits for the test before it answers."""
 
@@ -79,6 +70,26 @@ class Slow(nn.Module):
 
 def adam(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(module.parameters(), lr=0.01)
+
+
+def sgd(module: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=lr)
+
+
+def expert_of(module: nn.Module, width: int = 4, uid: str = "ffn.0", **options: Any) -> ExpertBackend:
+    """A module of rows of this width, in the dtype of its parameters; it is trained by SGD, if it can be."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if "args_schema" not in options:
+        options["args_schema"] = [TensorSpec(width, dtype=parameters[0].dtype if parameters else torch.float32)]
+    if "optimizer" not in options:
+        options["optimizer"] = torch.optim.SGD(parameters, lr=0.1) if parameters else None
+    return ExpertBackend(uid, module, **options)
+
+
+def twins(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Two leaves of the same numbers."""
+    x = torch.randn(*shape, dtype=dtype)
+    return x.clone().requires_grad_(), x.requires_grad_()
 
 
 @contextmanager
@@ -175,3 +186,13 @@ def causal_backend(uid: str = "block.0", dtype: torch.dtype = torch.float32, **o
     module = CausalBlock().to(dtype)
     schema = [TensorSpec(None, 8, dtype=dtype)]
     return ExpertBackend(uid, module, adam(module), args_schema=schema, **options)  # type: ignore[arg-type]
+
+
+def all_waiting(calls: Sequence[Callable[[], object]], server: ExpertServer, slow: Slow, pool: TaskPool) -> None:
+    """Make calls that find the device busy with ``slow.0``, so that all wait in ``pool`` together."""
+    threads = [threading.Thread(target=call) for call in calls]
+    with in_the_module(slow, lambda: RemoteExpert("slow.0", server.endpoint)(torch.ones(1, 1))):
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: pool.statistics().waiting_tasks == len(calls))
+    join(*threads)

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import copy
 import pickle
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from expert_modules import CausalBlock, calling, causal_backend, served, together
+from expert_modules import CausalBlock, calling, causal_backend, expert_of, served, together
 from torch import Tensor, nn
 
 from anabranch.deadline import Deadline
 from anabranch.errors import CaptureError, NonFinite, NotFound, Overloaded, RemoteError, SchemaError, SessionGone
 from anabranch.executor import EvalStep, Executor
 from anabranch.experts import Directory, ExpertBackend, InferenceSession, RemoteExpert
-from anabranch.experts.server.sessions import LEAST_BYTES, Sessions, Step, bytes_held
+from anabranch.experts.server.sessions import LEAST_BYTES, Sessions, Step
 from anabranch.experts.wire import StepHeader
 from anabranch.observe import expert_metrics
 from anabranch.tensors import TensorSpec
 from anabranch.testing import FakeClock, LossyTransport, MemoryTransport
 from anabranch.transport import Client
+from toys import assert_same
 from waiting import wait_until
+
+ONE = torch.ones(1, 1, 8)
 
 
 def locally(module: CausalBlock, pieces: list[Tensor]) -> list[Tensor]:
@@ -40,19 +44,23 @@ def pieces_of(
     return [torch.randn(rows, length, 8, dtype=dtype) for length in lengths]
 
 
+@contextmanager
+def stepping(backend: ExpertBackend | None = None, *, ttl: float = 60.0) -> Iterator[InferenceSession]:
+    """A session of 8 positions."""
+    with calling(backend or causal_backend()) as expert, expert.session(8, ttl=ttl) as session:
+        yield session
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_sequence_continued_remotely_is_bit_for_bit_the_one_continued_here(dtype: torch.dtype) -> None:
-    backend = causal_backend(dtype=dtype)
-    pieces = pieces_of(dtype=dtype)
-    with served(backend) as server, RemoteExpert("block.0", server.endpoint).session(8) as session:
+    backend, pieces = causal_backend(dtype=dtype), pieces_of(dtype=dtype)
+    with stepping(backend) as session:
         came = [session.step(piece) for piece in pieces]
-    for got, expected in zip(came, locally(backend.module, pieces), strict=True):
-        assert torch.equal(got, expected)
+    assert all(map(torch.equal, came, locally(backend.module, pieces)))
     with torch.no_grad():
         whole = backend.module.eval()(torch.cat(pieces, 1))
-    torch.testing.assert_close(
-        torch.cat(came, 1), whole, **({"rtol": 1e-12, "atol": 1e-12} if dtype is torch.float64 else {})
-    )
+    exact = {"rtol": 1e-12, "atol": 1e-12} if dtype is torch.float64 else {}
+    torch.testing.assert_close(torch.cat(came, 1), whole, **exact)
 
 
 def test_sessions_of_several_callers_do_not_mix() -> None:
@@ -61,21 +69,19 @@ def test_sessions_of_several_callers_do_not_mix() -> None:
     with served(backend) as server:
 
         def run(index: int) -> list[Tensor]:
-            expert = RemoteExpert("block.0", server.endpoint)
-            with expert.session(8) as session:
+            with RemoteExpert("block.0", server.endpoint).session(8) as session:
                 return [session.step(piece) for piece in inputs[index]]
 
         outcomes = together(8, run)
     for outcome, pieces in zip(outcomes, inputs, strict=True):
         assert isinstance(outcome, list)
-        assert all(torch.equal(got, mine) for got, mine in zip(outcome, locally(backend.module, pieces), strict=True))
+        assert all(map(torch.equal, outcome, locally(backend.module, pieces)))
 
 
 def test_a_session_runs_in_eval_mode_without_gradients_and_changes_nothing_of_the_expert() -> None:
     backend = causal_backend()
-    backend.module.train()
-    before = copy.deepcopy(backend.state_dict())
-    with served(backend) as server, RemoteExpert("block.0", server.endpoint).session(8) as session:
+    before = copy.deepcopy(backend.module.train())
+    with stepping(backend) as session:
         x = torch.randn(2, 3, 8, requires_grad=True)
         y = session.step(x)
         assert torch.equal(y, locally(backend.module, [x])[0])
@@ -83,8 +89,7 @@ def test_a_session_runs_in_eval_mode_without_gradients_and_changes_nothing_of_th
         assert all(not tensor.requires_grad for tensor in backend.module.made[-1].values())
     assert all(part.training for part in backend.module.modules())
     assert backend.updates == 0
-    for name, tensor in before["module"].items():
-        assert torch.equal(tensor, backend.module.state_dict()[name])
+    assert_same(backend.module, before)
 
 
 @pytest.mark.parametrize(
@@ -96,16 +101,14 @@ def test_a_session_runs_in_eval_mode_without_gradients_and_changes_nothing_of_th
         (torch.ones(2, 6, 8), "3 positions; 6 more exceed its max_length, 8"),
         (torch.ones(2, 1, 7), r"expected \(rows, any, 8\) float32, got \(2, 1, 7\)"),
         (torch.ones(2, 8), r"expected \(rows, any, 8\)"),
-        (torch.ones(2, 1, 8, dtype=torch.float64), "got .* float64"),
         (torch.full((2, 1, 8), float("nan")), "holds NaN or Inf"),
         (None, "NoneType"),
     ],
-    ids=["other-rows", "no-position", "no-row", "too-long", "width", "no-sequence", "dtype", "nan", "nothing"],
+    ids=["other-rows", "no-position", "no-row", "too-long", "width", "no-sequence", "nan", "nothing"],
 )
 def test_a_step_that_does_not_fit_is_refused_and_the_session_continues(x: Tensor, says: str) -> None:
-    backend = causal_backend()
-    pieces = pieces_of()
-    with served(backend) as server, RemoteExpert("block.0", server.endpoint).session(8) as session:
+    backend, pieces = causal_backend(), pieces_of()
+    with stepping(backend) as session:
         with pytest.raises(SchemaError, match="0 positions; 9 more exceed its max_length, 8"):
             session.step(torch.ones(2, 9, 8))
         came = [session.step(pieces[0])]
@@ -113,7 +116,7 @@ def test_a_step_that_does_not_fit_is_refused_and_the_session_continues(x: Tensor
             session.step(x)
         assert session.length == 3
         came += [session.step(piece) for piece in pieces[1:]]
-    assert all(torch.equal(a, b) for a, b in zip(came, locally(backend.module, pieces), strict=True))
+    assert all(map(torch.equal, came, locally(backend.module, pieces)))
 
 
 # --- ends
@@ -122,12 +125,10 @@ def test_a_step_that_does_not_fit_is_refused_and_the_session_continues(x: Tensor
 def test_the_end_frees_the_cache_at_once_and_a_later_step_is_an_error() -> None:
     backend = causal_backend()
     with served(backend) as server:
-        expert = RemoteExpert("block.0", server.endpoint)
-        with expert.session(8) as session:
+        with RemoteExpert("block.0", server.endpoint).session(8) as session:
             session.step(torch.ones(1, 2, 8))
-            assert server.statistics().sessions["block.0"] == backend.open_sessions == 1
             statistics = server.statistics()
-            assert statistics.sessions == {"block.0": 1}
+            assert statistics.sessions == {"block.0": 1} == {"block.0": backend.open_sessions}
             assert statistics.session_bytes == LEAST_BYTES
             samples = [sample for family in expert_metrics(server) for sample in family.samples]
             metrics = {sample.name: (sample.labels, sample.value) for sample in samples if "session" in sample.name}
@@ -137,25 +138,26 @@ def test_the_end_frees_the_cache_at_once_and_a_later_step_is_an_error() -> None:
         assert server.statistics().session_bytes == 0
         session.end()
         with pytest.raises(ValueError, match="was ended; open another"):
-            session.step(torch.ones(1, 1, 8))
+            session.step(ONE)
         assert repr(session) == "InferenceSession('block.0', ended)"
 
 
 def test_a_session_without_a_step_for_its_ttl_is_freed_and_reported_as_gone() -> None:
-    clock = FakeClock()
-    backend = causal_backend()
+    clock, backend = FakeClock(), causal_backend()
     with calling(backend, clock=clock) as expert:
         with expert.session(8, ttl=10.0) as session:
             for _ in range(3):  # each step renews it
-                session.step(torch.ones(1, 1, 8))
+                session.step(ONE)
                 clock.advance(9.9)
             clock.advance(0.2)
             wait_until(lambda: not backend.open_sessions)  # nobody needs to ask
             with pytest.raises(SessionGone, match="no step for 10 s, its time to live"):
-                session.step(torch.ones(1, 1, 8))
+                session.step(ONE)
             assert isinstance(SessionGone(), NotFound)
         with expert.session(8, ttl=10.0) as another:
-            another.step(torch.ones(1, 1, 8))
+            another.step(ONE)
+        with expert.session(8, ttl=3601.0) as long, pytest.raises(SchemaError, match="at most 3600 s, got ttl=3601"):
+            long.step(ONE)
 
 
 def test_a_restarted_server_reports_that_the_session_is_gone(tmp_path: Path) -> None:
@@ -163,32 +165,31 @@ def test_a_restarted_server_reports_that_the_session_is_gone(tmp_path: Path) -> 
     endpoint = f"unix:{tmp_path}/experts"
     session = RemoteExpert("block.0", endpoint).session(8)
     with served(causal_backend(), listen=endpoint):
-        session.step(torch.ones(1, 1, 8))
+        session.step(ONE)
     with served(causal_backend(), listen=endpoint), pytest.raises(NotFound, match="has restarted since"):
-        session.step(torch.ones(1, 1, 8))
+        session.step(ONE)
     with served(causal_backend(dtype=torch.float64), listen=endpoint), session, pytest.raises(SessionGone):
-        session.step(torch.ones(1, 1, 8))
+        session.step(ONE)
 
 
 def test_a_first_step_follows_its_expert_that_has_moved_or_changed_its_schema(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    directory = Directory()
+    directory, endpoint = Directory(), f"unix:{tmp_path}/experts"
     with Client(retries=1) as client:
         expert = RemoteExpert("block.0", directory, client=client)
         with served(causal_backend(), directory=directory):
             expert.get_info()
         with served(causal_backend(), directory=directory), expert.session(8) as session:
-            assert session.step(torch.ones(1, 1, 8)).shape == (1, 1, 8)
-        endpoint = f"unix:{tmp_path}/experts"
+            assert session.step(ONE).shape == (1, 1, 8)
         expert = RemoteExpert("block.0", endpoint, client=client)
         with served(causal_backend(dtype=torch.float64), listen=endpoint):
             expert.get_info()
         with served(causal_backend(), listen=endpoint), expert.session(8) as session:
             with pytest.raises(SchemaError, match="float64"):
-                session.step(torch.ones(1, 1, 8))
+                session.step(ONE)
             with pytest.raises(SchemaError, match="expected .* float32"):
-                session.step(torch.ones(1, 1, 8, dtype=torch.float64))
-            assert session.step(torch.ones(1, 1, 8)).dtype is torch.float32
+                session.step(ONE.double())
+            assert session.step(ONE).dtype is torch.float32
 
 
 # --- exactly once
@@ -196,8 +197,7 @@ def test_a_first_step_follows_its_expert_that_has_moved_or_changed_its_schema(tm
 
 def test_a_step_that_the_network_repeats_advances_its_sequence_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anabranch.experts.client.remote_expert._FAREWELL", 60.0)
-    backend = causal_backend()
-    network = MemoryTransport()
+    backend, network = causal_backend(), MemoryTransport()
     lossy = LossyTransport(drop=0.3, duplicate=0.3, seed=3, transport=network)
     pieces = pieces_of(lengths=(3,) + (1,) * 30)
     with served(backend, transport=network) as server, Client(transport=lossy, retries=50) as client:
@@ -206,21 +206,21 @@ def test_a_step_that_the_network_repeats_advances_its_sequence_once(monkeypatch:
         assert lossy.dropped
         assert lossy.duplicated
         wait_until(lambda: not backend.open_sessions)
-    assert all(torch.equal(a, b) for a, b in zip(came, locally(backend.module, pieces), strict=True))
+    assert all(map(torch.equal, came, locally(backend.module, pieces)))
 
 
 def test_a_step_that_was_taken_is_not_answered_for_other_inputs() -> None:
-    with served(causal_backend()) as server, RemoteExpert("block.0", server.endpoint).session(8) as session:
-        session.step(torch.ones(1, 1, 8))
-        session.step(torch.ones(1, 1, 8))
+    with stepping() as session:
+        session.step(ONE)
+        session.step(ONE)
         session._steps -= 1  # as if the answer had been lost
         session.length -= 1
         with pytest.raises(SchemaError, match="step 1 was already taken, with other inputs"):
-            session.step(torch.zeros(1, 1, 8))
-        session.step(torch.ones(1, 1, 8))
+            session.step(0 * ONE)
+        session.step(ONE)
         session._steps += 3
         with pytest.raises(SchemaError, match="received step 5, but the session expects step 2"):
-            session.step(torch.zeros(1, 1, 8))
+            session.step(0 * ONE)
 
 
 class Failing(CausalBlock):
@@ -231,17 +231,21 @@ class Failing(CausalBlock):
         return y
 
 
+def backend_of(module: nn.Module, width: int = 8) -> ExpertBackend:
+    return expert_of(module, uid="block.0", args_schema=[TensorSpec(None, width)], optimizer=None)
+
+
 def test_a_step_that_fails_in_the_module_ends_its_session_alone() -> None:
-    backend = ExpertBackend("block.0", Failing(), args_schema=[TensorSpec(None, 8)])
+    backend = backend_of(Failing())
     with calling(backend) as expert, expert.session(8) as failing, expert.session(8) as other:
         for session in (failing, other):
-            session.step(torch.ones(1, 1, 8))
+            session.step(ONE)
         with pytest.raises(RemoteError, match="the module's own"):
-            failing.step(torch.full((1, 1, 8), 100.0))
+            failing.step(100 * ONE)
         with pytest.raises(SessionGone, match=r"step 1 failed in the module of block.0: ZeroDivisionError"):
-            failing.step(torch.ones(1, 1, 8))
+            failing.step(ONE)
         assert backend.open_sessions == 1
-        other.step(torch.ones(1, 1, 8))
+        other.step(ONE)
 
 
 # --- room
@@ -249,46 +253,35 @@ def test_a_step_that_fails_in_the_module_ends_its_session_alone() -> None:
 
 def test_a_server_without_room_says_so_until_another_session_has_ended() -> None:
     """However small its cache, a session counts 64 KiB."""
-    backend = causal_backend()
-    with served(backend, session_bytes=2 * LEAST_BYTES - 1) as server:
-        expert = RemoteExpert("block.0", server.endpoint)
-        with expert.session(16) as first, expert.session(16) as second:
-            first.step(torch.ones(1, 2, 8))
-            assert server.statistics().session_bytes == LEAST_BYTES
-            with pytest.raises(
-                Overloaded, match=r"1 sessions are open and count 65536 bytes; 65536 for this one exceed"
-            ):
-                second.step(torch.ones(1, 1, 8))
-            first.end()
-            assert second.step(torch.ones(1, 1, 8)).shape == (1, 1, 8)
+    says = r"1 sessions are open and count 65536 bytes; 65536 for this one exceed"
+    with (
+        calling(causal_backend(), session_bytes=2 * LEAST_BYTES - 1) as expert,
+        expert.session(16) as first,
+        expert.session(16) as second,
+    ):
+        first.step(torch.ones(1, 2, 8))
+        with pytest.raises(Overloaded, match=says):
+            second.step(ONE)
+        first.end()
+        assert second.step(ONE).shape == (1, 1, 8)
 
 
 def test_a_step_counts_what_it_may_add_before_it_is_taken() -> None:
     width = LEAST_BYTES // 64  # a position of one row: 1/4 of 64 KiB in the cache, 1/16 as input
-    backend = ExpertBackend("block.0", CausalBlock(width), args_schema=[TensorSpec(None, width)])
-    with served(backend, session_bytes=5 * LEAST_BYTES) as server:
+    with served(backend_of(CausalBlock(width), width), session_bytes=5 * LEAST_BYTES) as server:
         expert = RemoteExpert("block.0", server.endpoint)
         with expert.session(64) as first, expert.session(64) as second:
             first.step(torch.ones(1, 8, width))
-            held = server.statistics().session_bytes
-            assert LEAST_BYTES < held < 3 * LEAST_BYTES
+            counted = server.statistics().session_bytes
+            assert LEAST_BYTES < counted < 3 * LEAST_BYTES
             second.step(torch.ones(1, 1, width))
             with pytest.raises(Overloaded, match="2 sessions are open"):
                 first.step(torch.ones(1, 8, width))
-            assert server.statistics().session_bytes == held + LEAST_BYTES
+            assert server.statistics().session_bytes == counted + LEAST_BYTES
             second.end()
             with pytest.raises(SchemaError, match="the session alone needs"):
                 first.step(torch.ones(1, 32, width))
             first.step(torch.ones(1, 1, width))
-
-
-def test_a_ttl_that_the_server_does_not_grant_is_refused() -> None:
-    with (
-        served(causal_backend()) as server,
-        RemoteExpert("block.0", server.endpoint).session(16, ttl=3601.0) as session,
-        pytest.raises(SchemaError, match="at most 3600 s, got ttl=3601"),
-    ):
-        session.step(torch.ones(1, 1, 8))
 
 
 # --- what is not a session
@@ -296,41 +289,26 @@ def test_a_ttl_that_the_server_does_not_grant_is_refused() -> None:
 
 def test_an_expert_without_sessions_names_the_missing_method() -> None:
     plain = ExpertBackend("plain.0", nn.Linear(8, 8), args_schema=[TensorSpec(None, 8)])
-    rows = CausalBlock()
-    fixed = ExpertBackend("fixed.0", rows, args_schema=[TensorSpec(4, 8)])
+    fixed = ExpertBackend("fixed.0", CausalBlock(), args_schema=[TensorSpec(4, 8)])
     with served(plain, fixed) as server:
         for uid, x, says in (
-            ("plain.0", torch.ones(1, 1, 8), r"a Linear, has no make_cache\(rows, max_length\)"),
+            ("plain.0", ONE, r"a Linear, has no make_cache\(rows, max_length\)"),
             ("fixed.0", torch.ones(1, 4, 8), r"a dimension that varies, such as TensorSpec\(None, 512\)"),
         ):
             with RemoteExpert(uid, server.endpoint).session(8) as session, pytest.raises(SchemaError, match=says):
                 session.step(x)
 
 
-class Stepping(nn.Module):
-    """A model that steps a session, which it must not do in a graph."""
-
-    def __init__(self, session: InferenceSession) -> None:
-        super().__init__()
-        self.session = session
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.session.step(x))
-
-
 def test_a_session_is_not_part_of_a_graph() -> None:
-    with served(causal_backend()) as server, RemoteExpert("block.0", server.endpoint).session(8) as session:
-        step = EvalStep(Stepping(session), lambda model, batch: {"y": model(batch)})
+    with stepping() as session:
+        model = nn.Linear(8, 8)
+        step = EvalStep(model, lambda model, batch: {"y": model(session.step(batch))})
         with (
             Executor({"evaluate": step}, engine="graph") as executor,
             pytest.raises(CaptureError, match="a session of block.0"),
         ):
-            executor.run("evaluate", torch.ones(1, 1, 8))
+            executor.run("evaluate", ONE)
         assert session.length == 0
-
-
-# --- several inputs, modes, processes
 
 
 def test_a_session_cannot_be_copied_or_pickled_but_its_expert_can() -> None:
@@ -343,72 +321,51 @@ def test_a_session_cannot_be_copied_or_pickled_but_its_expert_can() -> None:
 # --- the open sessions of a server: their time to live, their owners, and their memory
 
 
-def step_of(key: bytes, number: int = 0, *, rows: int = 1, length: int = 1, ttl: float = 10.0) -> Step:
-    return Step(StepHeader(key, number, 8, ttl), rows, length, 0, 0)
+def step_of(key: bytes, number: int = 0, *, rows: int = 1, length: int = 1) -> Step:
+    return Step(StepHeader(key, number, 8, 10.0), rows, length, 0, 0)
 
 
 def take(sessions: Sessions, backend: ExpertBackend, step: Step) -> None:
     sessions.take(step, backend, [torch.ones(step.rows, step.length, 8)])
 
 
-def test_a_step_that_waits_for_the_device_longer_than_the_ttl_keeps_its_session() -> None:
-    clock = FakeClock()
-    sessions, backend = Sessions(1 << 30, clock), causal_backend()
-    take(sessions, backend, step_of(b"a"))
-    sessions.check(step_of(b"a", 1), backend, Deadline.after(30.0))
-    clock.advance(29.0)
-    take(sessions, backend, step_of(b"a", 1))
-    clock.advance(9.0)
-    sessions.check(step_of(b"a", 2), backend, Deadline.after(1.0))
-    clock.advance(11.0)
-    with pytest.raises(SessionGone, match="its time to live"):
-        sessions.check(step_of(b"a", 2), backend, Deadline.after(1.0))
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_step_that_is_computed_for_longer_than_the_ttl_keeps_its_session(number: int) -> None:
-    clock = FakeClock()
-    slow = 3
-
+def test_a_step_that_waits_or_is_computed_for_longer_than_the_ttl_keeps_its_session() -> None:
     class Passing(CausalBlock):
         def make_cache(self, rows: int, max_length: int) -> dict[str, Tensor]:
             clock.advance(11.0)
-            sessions._sweep()
+            sessions.sweep()
             return super().make_cache(rows, max_length)
 
         def forward(self, x: Tensor, cache: dict[str, Tensor] | None = None) -> Tensor:
-            if x.shape[1] == slow:
-                sessions.check(step_of(b"a", number, length=slow), backend, Deadline.after(1.0))  # asked for again
+            if cache is not None:
+                sessions.check(step_of(b"a", number), backend, Deadline.after(1.0))  # asked for again
                 clock.advance(11.0)
-                sessions._sweep()
+                sessions.sweep()
             return super().forward(x, cache)
 
+    clock, backend = FakeClock(), backend_of(Passing())
     sessions = Sessions(1 << 30, clock)
-    backend = ExpertBackend("block.0", Passing(), args_schema=[TensorSpec(None, 8)])
-    for step in range(number):
-        take(sessions, backend, step_of(b"a", step))
-    take(sessions, backend, step_of(b"a", number, length=slow))
-    take(sessions, backend, step_of(b"a", number + 1))
+    for number in range(3):
+        sessions.check(step_of(b"a", number), backend, Deadline.after(30.0))
+        clock.advance(29.0)  # in the queue of the device
+        take(sessions, backend, step_of(b"a", number))
+    clock.advance(9.0)
+    sessions.check(step_of(b"a", 3), backend, Deadline.after(1.0))
     clock.advance(11.0)
     with pytest.raises(SessionGone, match="its time to live"):
-        sessions.check(step_of(b"a", number + 2), backend, Deadline.after(1.0))
+        sessions.check(step_of(b"a", 3), backend, Deadline.after(1.0))
 
 
-def test_a_first_step_after_the_end_opens_nothing() -> None:
-    sessions, backend = Sessions(1 << 30, FakeClock()), causal_backend()
-    sessions.end(b"a", "the session was ended by its caller")
-    with pytest.raises(SessionGone, match="ended by its caller"):
-        take(sessions, backend, step_of(b"a"))
-    assert not backend.open_sessions
-
-
-def test_a_session_belongs_to_its_expert() -> None:
+def test_a_session_belongs_to_its_expert_and_an_end_before_its_first_step_is_its_end() -> None:
     sessions = Sessions(1 << 30, FakeClock())
     one, other = causal_backend("block.0"), causal_backend("block.1")
     take(sessions, one, step_of(b"a"))
     for number in (0, 1):
         with pytest.raises(SessionGone):
             take(sessions, other, step_of(b"a", number))
+    sessions.end(b"b", "the session was ended by its caller")
+    with pytest.raises(SessionGone, match="ended by its caller"):
+        take(sessions, other, step_of(b"b"))
     assert (one.open_sessions, other.open_sessions) == (1, 0)
 
 
@@ -424,8 +381,7 @@ def test_counted_memory_is_released_on_every_path() -> None:
                 raise ZeroDivisionError
             return x * 1.0
 
-    clock = FakeClock()
-    backend = ExpertBackend("block.0", Refusing(), args_schema=[TensorSpec(None, 8)])
+    clock, backend = FakeClock(), backend_of(Refusing())
     sessions = Sessions(3 * LEAST_BYTES, clock)
     take(sessions, backend, step_of(b"ended"))
     sessions.end(b"ended", "")
@@ -438,25 +394,3 @@ def test_counted_memory_is_released_on_every_path() -> None:
     assert backend.open_sessions == 1
     sessions.close()
     assert (backend.open_sessions, sessions.nbytes) == (0, 0)
-
-
-@dataclass(slots=True)
-class Layer:
-    keys: Tensor
-    module: nn.Module
-
-
-class Cache:
-    def __init__(self, *layers: Layer) -> None:
-        self.layers = layers
-        self.itself = self
-
-
-def test_the_bytes_of_a_cache_are_those_of_its_tensors_wherever_they_are() -> None:
-    keys = torch.zeros(10)
-    cache = Cache(
-        Layer(keys, nn.Linear(9, 9)), Layer(keys[2:], nn.Linear(9, 9)), Layer(torch.zeros(5), nn.Linear(9, 9))
-    )
-    assert (
-        bytes_held(cache, [keys.view(2, 5)], {"more": (torch.zeros(1, dtype=torch.float64), None, "text", 3.0)}) == 68
-    )

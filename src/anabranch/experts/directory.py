@@ -42,8 +42,6 @@ from anabranch.transport.endpoints import TcpEndpoint, parse_endpoint
 from anabranch.transport.redis_directory import RedisDirectory, is_redis_url, shown_url
 
 _SERVICES = frozenset({"experts"})
-# Up to this many entries, expired ones are not searched for.
-_FEW = 1024
 # This many announcements, whatever their endpoints, fit into an answer.
 _PAGE = 128
 
@@ -63,8 +61,10 @@ class _Table:
         self._clock = clock
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
-        self._below: dict[str, dict[int, set[str]]] = {}
-        self._sweep_at = _FEW
+        self._indices: dict[str, list[int]] | None = None
+        """What follows each prefix, in order; ``None`` once uids have come or gone."""
+        # A lower bound of all expiries, not the exact minimum, because every renewal extends one.
+        self._sweep_at = float("inf")
 
     def __reduce__(self) -> tuple[Callable[[str], _Table | None], tuple[str]]:
         _pickled[self.token] = self
@@ -74,76 +74,59 @@ class _Table:
         check_ttl(ttl)
         checked = [check_uid(uid) for uid in uids]
         with self._lock:
+            now = self._sweep()
             for uid in checked:
-                self._check_owner(uid, owner)
-            expires = self._clock() + ttl
+                entry = self._entries.get(uid)
+                # ``None`` is this host's user, who may replace any.
+                if owner is not None and entry is not None and entry.owner != owner:
+                    left = f"{entry.expires - now:.0f} s more"
+                    raise Unauthorized(f"{uid} was announced with another certificate, which holds it for {left}")
+            self._sweep_at = min(self._sweep_at, now + ttl)
             for uid in checked:
-                self._entries[uid] = _Entry(endpoint, expires, owner)
-                for prefix, index in prefixes_of(uid):
-                    self._below.setdefault(prefix, {}).setdefault(index, set()).add(uid)
-            if len(self._entries) > self._sweep_at:
-                self._sweep()
+                if uid not in self._entries:
+                    self._indices = None
+                self._entries[uid] = _Entry(endpoint, now + ttl, owner)
 
     def withdraw(self, uids: Iterable[str], endpoint: str, owner: str | None = None) -> None:
         with self._lock:
             for uid in uids:
                 entry = self._entries.get(uid)
                 if entry is not None and entry.endpoint == endpoint and owner in (None, entry.owner):
-                    self._remove(uid)
+                    del self._entries[uid]
+                    self._indices = None
 
     def lookup(self, uids: Iterable[str]) -> dict[str, str]:
         with self._lock:
-            return {uid: self._entries[uid].endpoint for uid in uids if self._alive(uid)}
+            self._sweep()
+            return {uid: self._entries[uid].endpoint for uid in uids if uid in self._entries}
 
     def active(self, prefixes: Iterable[str]) -> dict[str, list[int]]:
-        indices: dict[str, list[int]] = {}
         with self._lock:
-            for prefix in prefixes:
-                below = self._below.get(check_prefix(prefix), {})
-                # Copies, because servers found dead are removed meanwhile.
-                indices[prefix] = sorted(
-                    index for index, uids in list(below.items()) if any(self._alive(uid) for uid in list(uids))
-                )
-        return indices
+            self._sweep()
+            if self._indices is None:
+                below: dict[str, set[int]] = {}
+                for uid in self._entries:
+                    for prefix, index in prefixes_of(uid):
+                        below.setdefault(prefix, set()).add(index)
+                self._indices = {prefix: sorted(indices) for prefix, indices in below.items()}
+            return {prefix: [*self._indices.get(check_prefix(prefix), [])] for prefix in prefixes}
 
     def announced(self, after: str) -> list[Announcement]:
         """Return the first announcements of uids behind ``after``, by uid."""
         with self._lock:
-            alive = [uid for uid in list(self._entries) if uid > after and self._alive(uid)]
-            now = self._clock()
-            entries = [(uid, self._entries[uid]) for uid in nsmallest(_PAGE, alive)]
+            now = self._sweep()
+            uids = nsmallest(_PAGE, [uid for uid in self._entries if uid > after])
+            entries = [(uid, self._entries[uid]) for uid in uids]
             return [Announcement(uid, entry.endpoint, entry.expires - now) for uid, entry in entries]
 
-    def _check_owner(self, uid: str, owner: str | None) -> None:
-        """Refuse a uid announced by another owner; ``None`` is this host's user, who may replace any."""
-        if owner is not None and self._alive(uid) and self._entries[uid].owner != owner:
-            left = self._entries[uid].expires - self._clock()
-            raise Unauthorized(f"{uid} was announced with another certificate, which holds it for {left:.0f} s more")
-
-    def _alive(self, uid: str) -> bool:
-        entry = self._entries.get(uid)
-        if entry is None:
-            return False
-        if entry.expires <= self._clock():
-            self._remove(uid)
-            return False
-        return True
-
-    def _sweep(self) -> None:
-        """Drop expired entries, which may never be looked up; runs again at twice as many entries."""
-        for uid in list(self._entries):
-            self._alive(uid)
-        self._sweep_at = max(_FEW, 2 * len(self._entries))
-
-    def _remove(self, uid: str) -> None:
-        del self._entries[uid]
-        for prefix, index in prefixes_of(uid):
-            below = self._below[prefix]
-            below[index].discard(uid)
-            if not below[index]:
-                del below[index]
-            if not below:
-                del self._below[prefix]
+    def _sweep(self) -> float:
+        """Drop expired entries, which may never be looked up; return the time."""
+        now = self._clock()
+        if now >= self._sweep_at:
+            self._entries = {uid: entry for uid, entry in self._entries.items() if entry.expires > now}
+            self._sweep_at = min((entry.expires for entry in self._entries.values()), default=float("inf"))
+            self._indices = None
+        return now
 
 
 _pickled: weakref.WeakValueDictionary[str, _Table] = weakref.WeakValueDictionary()
@@ -195,8 +178,8 @@ class Directory:
             secured = client is not None or insecure or resolve_keys(keys) is not None
             if isinstance(parse_endpoint(endpoint), TcpEndpoint) and not secured:
                 raise ValueError(
-                    f"{endpoint} is reached over TCP, which takes certificates: give keys=DIR, as `anabranch keys DIR` "
-                    "makes it, or set ANABRANCH_KEYS; on a network that you trust insecure=True"
+                    f"{endpoint} is reached over TCP, which takes certificates: give keys=DIR of `anabranch keys DIR`, "
+                    "or set ANABRANCH_KEYS; on a network that you trust insecure=True"
                 )
         self.endpoint = endpoint
         self._timeout = timeout
@@ -251,10 +234,8 @@ class Directory:
         """Return what the table, or the server, answers, of the type ``answer``."""
         if self._module_client is None or self.endpoint is None:
             if self._memory is None:
-                raise ValueError(
-                    "this directory was in the memory of the process that pickled it; create experts and mixtures that "
-                    "go to other processes with the endpoint of a DirectoryServer"
-                )
+                cure = "give modules that go to other processes the endpoint of a DirectoryServer"
+                raise ValueError(f"this directory was in the memory of the process that pickled it; {cure}")
             return getattr(self._memory, verb)(*question)
         whole = self._within
         deadline = Deadline.after(self._timeout) if whole is None else whole.sooner(self._timeout)
@@ -387,9 +368,8 @@ class _DirectoryVerbs:
         prefixes = unpack(call.payload, list[str])
         tables = self._seen_by(call.peer)
         by_table = [table.active(prefixes) for table in tables]
-        call.reply(
-            payload=pack({prefix: sorted({i for mine in by_table for i in mine[prefix]}) for prefix in prefixes})
-        )
+        joined = {prefix: sorted({i for mine in by_table for i in mine[prefix]}) for prefix in prefixes}
+        call.reply(payload=pack(joined))
 
     def _announced(self, call: Call) -> None:
         after = unpack(call.payload, str)

@@ -9,7 +9,7 @@
 A schema is nested ``TensorSpec``s of inputs and outputs: mappings with string keys, lists, tuples, named tuples, specs
 and ``None``. Packed, it is a tree of the codec of ``tensors/``, in which a class stands by its name: it is looked up
 among the modules that this process has imported, and nothing is imported for it. Without such a class a mapping becomes
-a dict, and a named tuple one with the same fields. The two sides compare schemas by hash, so a request carries only
+a dict, and a named tuple a tuple. The two sides compare schemas by hash, so a request carries only
 tensors, in the schema's order. A call may have more than one leading dimension: they are sent as rows, and restored in
 the outputs.
 
@@ -32,11 +32,9 @@ import dataclasses
 import hashlib
 import math
 import sys
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from keyword import iskeyword
 from typing import Annotated, Any, NamedTuple, TypedDict, cast
 
 import msgspec
@@ -55,7 +53,6 @@ _AUTOCAST = frozenset({torch.float32, torch.float16, torch.bfloat16})
 # Below 32,768 values, where torch begins to compute in parallel, and a multiple of a cache line.
 _PIECE = 32_704
 _LARGEST, _LARGEST_HALF = 1e18, 6e4
-_MOST_FIELDS = 64
 
 
 class Mismatch(ValueError):
@@ -91,10 +88,8 @@ class Nesting:
             return cls()
         made, fields = type(structure), getattr(structure, "_fields", ())
         if made not in (list, tuple) and not fields:
-            raise SchemaError(
-                "mappings with string keys, lists, tuples, named tuples and None can be sent to an expert, not "
-                f"{made.__name__}; wrap the module in one that takes and returns those"
-            )
+            takes = "mappings with string keys, lists, tuples, named tuples and None"
+            raise SchemaError(f"experts take and return {takes}, not {made.__name__}; wrap the module in one that does")
         return cls(made, tuple(fields), tuple(map(cls.of, structure)))
 
     def leaves_of(self, structure: Structure) -> list[object]:
@@ -144,8 +139,6 @@ def _mapping(made: type, keys: Sequence[str], parts: Sequence[object]) -> Struct
     items = dict(zip(keys, parts, strict=True))
     if made is dict:
         return items
-    if issubclass(made, defaultdict):
-        return made(None, items)
     if dataclasses.is_dataclass(made):  # for example Hugging Face's ModelOutput
         return made(**items)
     return made(list(items.items()) if issubclass(made, OrderedDict) else items)  # type: ignore[call-arg]
@@ -278,10 +271,8 @@ class Schema:
         for tensor, spec in zip(inputs, self.inputs, strict=True):
             if tensor is not None and spec is not None and spec.varying:
                 return spec.sizes_of(tensor.shape)[0]
-        raise SchemaError(
-            f"a session needs an input with a dimension that varies, such as TensorSpec(None, 512), for its positions; "
-            f"the expert takes {outline((self.arguments, dict(self.keywords)))}"
-        )
+        needs = "an input with a dimension that varies, such as TensorSpec(None, 512)"
+        raise SchemaError(f"a session needs {needs}, got {outline((self.arguments, dict(self.keywords)))}")
 
     def flatten_inputs(
         self, args: Sequence[object], kwargs: Mapping[str, object], *, casting: bool | None = None
@@ -303,10 +294,8 @@ class Schema:
         try:
             leaves = self.input_nesting.leaves_of((tuple(args), dict(kwargs)))
         except Mismatch:
-            raise SchemaError(
-                f"expected arguments {outline((self.arguments, dict(self.keywords)))}, "
-                f"got {outline((tuple(args), dict(kwargs)))}"
-            ) from None
+            takes, came = outline((self.arguments, dict(self.keywords))), outline((tuple(args), dict(kwargs)))
+            raise SchemaError(f"expected arguments {takes}, got {came}") from None
         tensors: list[Tensor | None] = []
         leading: dict[str, tuple[int, ...]] = {}
         for leaf, spec, name in zip(leaves, self.inputs, self.input_names, strict=True):
@@ -423,14 +412,11 @@ def _decode_spec(content: list[Any]) -> TensorSpec:
 
 def _decode_named(content: list[Any]) -> Structure:
     module, name, keys, parts = content
-    fields, made = tuple(keys), _imported(module, name)
-    if len(fields) > _MOST_FIELDS or not all(key.isidentifier() and not iskeyword(key) for key in fields):
-        raise ValueError(f"a named tuple has no fields {keys[:4]}")
-    if len(fields) != len(parts):
-        raise ValueError(f"{len(fields)} fields name {len(parts)} parts of a schema")
-    if not (isinstance(made, type) and issubclass(made, tuple) and getattr(made, "_fields", None) == fields):
-        made = _named_tuple(fields)
-    return tuple.__new__(made, parts)
+    made = _imported(module, name)
+    fields = getattr(made, "_fields", None)
+    if isinstance(made, type) and issubclass(made, tuple) and fields == tuple(keys) and len(keys) == len(parts):
+        return tuple.__new__(made, parts)
+    return tuple(parts)
 
 
 def _decode_mapping(content: list[Any]) -> Structure:
@@ -451,11 +437,6 @@ def _imported(module: str, name: str) -> object:
     return made
 
 
-@lru_cache(maxsize=256)
-def _named_tuple(fields: tuple[str, ...]) -> type:
-    return namedtuple("Fields", fields)
-
-
 _OWN: dict[str, Callable[[Any], object]] = {"$spec": _decode_spec, "$named": _decode_named, "$mapping": _decode_mapping}
 
 
@@ -470,19 +451,14 @@ def infer_specs(outputs: Structure, rows: int) -> Structure:
         if not isinstance(leaf, Tensor):
             raise SchemaError(f"the module returned {type(leaf).__name__} at {name or 'its output'}, not a tensor")
         if leaf.ndim == 0 or leaf.shape[0] != rows:
-            raise SchemaError(
-                f"the module returned {tuple(leaf.shape)} at {name or 'its output'} for {rows} rows; an expert returns "
-                "as many rows (dim 0) as it receives"
-            )
+            says = "an expert returns as many rows (dim 0) as it receives"
+            raise SchemaError(f"the module returned {tuple(leaf.shape)} at {name or 'its output'} for {rows}; {says}")
         specs.append(TensorSpec(*leaf.shape[1:], dtype=leaf.dtype, requires_grad=leaf.requires_grad))
     try:
-        inferred = nesting.rebuild(specs)
+        return nesting.rebuild(specs)
     except Exception as error:
-        raise SchemaError(
-            f"a {type(outputs).__name__} cannot be rebuilt from its parts ({type(error).__name__}: {error}); wrap the "
-            "module in one that returns a dict"
-        ) from error
-    return inferred
+        why = f"{type(outputs).__name__} cannot be rebuilt from its parts ({type(error).__name__}: {error})"
+        raise SchemaError(f"a {why}; wrap the module in one that returns a dict") from error
 
 
 def first_not_finite(tensors: Sequence[Tensor | None], names: Sequence[str], *, moderate: bool = False) -> str | None:
@@ -748,7 +724,7 @@ def check_parts(layout: Layout, message: RequestHeader | ReplyHeader, sent: int 
     rows = parts[0].shape[0] if parts and parts[0].shape else 0
     if sent not in (None, rows) and parts:
         raise ProtocolError(f"{sent} rows were sent, but {rows} were received")
-    expected = len(layout)
+    expected = len(layout)  # as count_parts, which every message would call
     for _, spec in layout:
         expected += spec.compression == "int8"
     if len(parts) != expected:

@@ -22,6 +22,7 @@ import copy
 import logging
 import os
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -67,8 +68,7 @@ _BY_US = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class CallStatistics:
+class CallStatistics(msgspec.Struct):
     """Counters of the calls of a ``RemoteExpert`` or a mixture since it was made.
 
     Attributes:
@@ -81,12 +81,12 @@ class CallStatistics:
         avoided: experts that a mixture avoids at the moment.
     """
 
-    calls: int
-    answered: int
-    failed: dict[str, int]
-    cancelled: int
-    rows: dict[str, int]
-    stale_backwards: int
+    calls: int = 0
+    answered: int = 0
+    failed: dict[str, int] = {}
+    cancelled: int = 0
+    rows: dict[str, int] = {}
+    stale_backwards: int = 0
     avoided: frozenset[str] = frozenset()
 
 
@@ -94,8 +94,8 @@ class CallCounts:
     """The counters behind ``CallStatistics``; a copy of their module begins its own."""
 
     def __init__(self) -> None:
-        self._calls = self._answered = self._cancelled = self._stale = 0
         self._failed, self._rows = Counter[str](), Counter[str]()
+        self._so_far = CallStatistics()
 
     def __reduce__(self) -> tuple[type[CallCounts], tuple[()]]:
         return CallCounts, ()
@@ -103,16 +103,16 @@ class CallCounts:
     def read(self, avoided: frozenset[str] = frozenset()) -> CallStatistics:
         """Return the counters so far."""
         with _lock:
-            failed, rows = dict(self._failed), dict(self._rows)
-            return CallStatistics(self._calls, self._answered, failed, self._cancelled, rows, self._stale, avoided)
+            more = {"failed": dict(self._failed), "rows": dict(self._rows), "avoided": avoided}
+            return msgspec.structs.replace(self._so_far, **more)
 
     def forward(self, call: ExpertCall) -> None:
         """Count a call whose forward has ended."""
         with _lock:
-            self._calls += 1
+            self._so_far.calls += 1
             self._rows[call.uid] += call.rows
-            self._answered += call.answered
-            self._cancelled += not call.answered and call.error is None
+            self._so_far.answered += call.answered
+            self._so_far.cancelled += not call.answered and call.error is None
         if call.error is not None:
             self.failure(call.error)
 
@@ -130,7 +130,7 @@ class CallCounts:
             stale, back = changes != call.changes and call.rows > 0, changes < call.changes
             warns = stale and (back or _changes_by_us[expert] > call.changed_by_us) and expert not in _warned
             _changes_by_us[expert] += updates
-            self._stale += stale
+            self._so_far.stale_backwards += stale
             if warns:
                 _warned.add(expert)
         if warns:
@@ -474,11 +474,11 @@ def ask_gradients(
 
 # --- requests of this process for one expert that wait at the same time leave as one, and come back as one
 #
-#     request ── none of its kind is under way ────────────────────> leaves
+#     request ── none of its kind is under way ──────────────────────> leaves
 #       │
-#       └────> waits: until those under way are back, a moment at most ──> leaves, with all that wait
+#       └────> waits for its turn: until those under way are back, a moment at most ──> leaves, with all that wait
 #
-# A caller that waits and goes takes the others along: its thread sends their rows as those of one request, and gives
+# A thread whose turn it is takes the others' requests along: it sends their rows as those of one request, and gives
 # each its part of the answer, or the error. Where one of them cannot be executed with the others, which a server finds
 # before it has changed anything, each is sent alone, so that only the faulty one fails. A caller gives up at its own
 # deadline.
@@ -495,8 +495,7 @@ class CallRequest(msgspec.Struct, eq=False):
         check: refuses the header of an answer that is not of as many rows as were ``sent``.
         nbytes: of the tensors.
         kind: what it shares with those that it may travel with; ``None``: it travels alone.
-        turn: wakes its thread, if that waits.
-        leaves: it is under way with those of another thread.
+        done: set once it has an outcome, or the thread that took it along was interrupted.
     """
 
     call: ExpertCall
@@ -507,8 +506,7 @@ class CallRequest(msgspec.Struct, eq=False):
     verb: str = wire.FORWARD
     nbytes: int = 0
     kind: tuple[object, ...] | None = None
-    turn: threading.Event | None = None
-    leaves: bool = False
+    done: threading.Event | None = None
     outcome: Outcome = None
 
     def classify(self) -> None:
@@ -529,120 +527,89 @@ class CallRequest(msgspec.Struct, eq=False):
         self.kind = (self.verb, call.endpoint, call.uid, call.schema.hash, *mode)
 
 
-class _Line(msgspec.Struct, eq=False):
-    """The requests of one kind.
+class _Line(msgspec.Struct, eq=False, weakref=True):
+    """The requests of one kind: those that wait, and the turn of the thread that has some under way."""
 
-    Attributes:
-        threads: those that have sent some and wait for the answer.
-        waiting: the requests that have not left, in order.
-    """
-
-    threads: set[int] = set()
+    turn: threading.Lock = msgspec.field(default_factory=threading.Lock)
     waiting: list[CallRequest] = []
 
-    def take(self, mine: CallRequest, batch: list[CallRequest]) -> None:
-        """Move to ``batch`` those that wait as long as ``mine``: what is sent for a caller ends when its wait ends."""
-        left = mine.deadline.remaining()
-        for one in self.waiting:
-            if one.deadline is mine.deadline or abs(one.deadline.remaining() - left) <= _LATE:
-                batch.append(one)
-                one.leaves = True
-        self.waiting = [one for one in self.waiting if not one.leaves]
 
-
-_Key = tuple[object, ...]
-_lines: dict[_Key, _Line] = {}
+_lines = weakref.WeakValueDictionary[tuple[object, ...], _Line]()
+"""As long as a thread has a request in them, so a turn that an interrupt has left taken is soon forgotten."""
 
 
 def gather(client: Client, requests: Sequence[CallRequest], deadline: Deadline) -> list[Outcome]:
     """Send requests at once, with others of this process, and return the outcome of each, as ``client.gather`` does."""
-    first, me = requests[0], threading.get_ident()
+    first = requests[0]
     for one in requests:
         one.classify()
         if one.kind is None or one.kind != first.kind:
             return client.gather([request_of([each]) for each in requests], deadline)
     assert first.kind is not None
     key = (client, *first.kind)
-    try:
-        with _lock:
-            line = _lines.get(key)
-            # A thread that is here is not under way: an interrupt has left it there.
-            alone = line is None or not (line.waiting or line.threads.difference((me,)))
-            if alone:
-                _lines[key] = _Line({me})
-        if not alone:
-            _wait(client, key, requests, deadline)
-        elif len(requests) == 1:
-            return client.gather([request_of(requests)], deadline)
-        else:
-            _send(client, _messages(requests), deadline)
-    finally:
-        _leave(key, me, first.turn)
-    return [one.outcome for one in requests]
-
-
-def _wait(client: Client, key: _Key, requests: Sequence[CallRequest], deadline: Deadline) -> None:
-    """Wait for those under way, and leave with all that wait unless another thread has taken these requests along."""
-    first, turn, me = requests[0], threading.Event(), threading.get_ident()
-    for one in requests:
-        # Copied by its own thread: another's CUDA stream would not wait for what this one's computes.
-        one.tensors = [tensor.cpu() for tensor in one.tensors]
-        one.turn = turn
-    with _lock:
-        line = _lines.setdefault(key, _Line())
-        line.waiting += requests
-        patience = _MOMENT if line.threads else 0.0
-    while any(one.outcome is None for one in requests) and not deadline.expired():
-        turn.wait(timeout=min(patience, deadline.remaining()))
-        turn.clear()
-        patience = LONGEST_SLEEP
-        batch: list[CallRequest] = []
-        try:
-            with _lock:
-                if not all(one.leaves for one in requests):
-                    line.threads.add(me)
-                    line.take(first, batch)
-            if batch:
-                last = max((one.deadline for one in batch), key=Deadline.remaining)
-                _send(client, _messages(batch), last)
-        finally:
-            if batch:
-                _pass_on(line, batch)
-                _leave(key, me)
-    for one in requests:
-        if one.outcome is None:
-            one.outcome = deadline.error(peer=one.call.endpoint, operation=f"{one.verb} {one.call.uid}")
-
-
-def _pass_on(line: _Line, batch: Sequence[CallRequest]) -> None:
-    """Wake the threads of requests that have left; those without an outcome were of a thread that is interrupted."""
-    with _lock:
-        for one in batch:
-            if one.outcome is None and one.verb == wire.FORWARD:
-                one.leaves = False  # which may be sent again
-                line.waiting.append(one)
-            elif one.outcome is None:
-                lost = "the thread that had sent this request with its own was interrupted"
-                one.outcome = PeerLost(lost, peer=one.call.endpoint, operation=f"{one.verb} {one.call.uid}")
-    for turn in {one.turn for one in batch}:
-        if turn is not None:
-            turn.set()
-
-
-def _leave(key: _Key, me: int, turn: threading.Event | None = None) -> None:
-    """Note that this thread has its answers, or gives those of ``turn`` up: the first one that waits is next."""
     with _lock:
         line = _lines.get(key)
         if line is None:
-            return
-        if turn is not None:
-            line.waiting = [one for one in line.waiting if one.turn is not turn]
-        if me in line.threads:
-            line.threads.remove(me)
-            if line.waiting and (first := line.waiting[0].turn) is not None:
-                first.set()
-        if not line.waiting and not line.threads:
-            del _lines[key]
+            line = _lines[key] = _Line()
+    my_turn = line.turn.acquire(blocking=False)
+    batch: list[CallRequest] = []
+    try:
+        if not my_turn:
+            first.done = threading.Event()
+            for one in requests:
+                # Copied by its own thread: another's CUDA stream would not wait for what this one's computes.
+                one.tensors, one.done = [tensor.cpu() for tensor in one.tensors], first.done
+        with _lock:
+            line.waiting += requests
+            if my_turn and len(line.waiting) == 1:
+                batch, line.waiting = line.waiting, []
+        if not my_turn:
+            my_turn = line.turn.acquire(timeout=min(_MOMENT, deadline.remaining()))
+        with _lock:
+            batch = batch or _take(line, first)
+        if len(batch) == 1:
+            (first.outcome,) = client.gather([request_of(batch)], first.deadline)
+        elif batch:
+            last = max((one.deadline for one in batch), key=Deadline.remaining)
+            _send(client, _messages(batch), last)
+    except BaseException:
+        with _lock:  # an interrupted thread gives its own up
+            line.waiting = [one for one in line.waiting if one not in requests]
+        raise
+    finally:
+        if my_turn:
+            line.turn.release()
+        for one in batch:
+            if one.done is not None:
+                one.done.set()
+    return [one.outcome or _taken_along(client, one) for one in requests]
+
+
+def _take(line: _Line, mine: CallRequest) -> list[CallRequest]:
+    """Take those that wait as long as ``mine``, unless that has left: what is sent for a caller ends with its wait."""
+    if mine not in line.waiting:
+        return []
+    left = mine.deadline.remaining()
+    batch: list[CallRequest] = []
+    others: list[CallRequest] = []
+    for one in line.waiting:
+        alike = one.deadline is mine.deadline or abs(one.deadline.remaining() - left) <= _LATE
+        (batch if alike else others).append(one)
+    line.waiting = others
+    return batch
+
+
+def _taken_along(client: Client, one: CallRequest) -> Outcome:
+    """Return the outcome of a request that left with those of another thread."""
+    assert one.done is not None
+    peer, operation = one.call.endpoint, f"{one.verb} {one.call.uid}"
+    while not one.done.wait(timeout=min(LONGEST_SLEEP, one.deadline.remaining())):
+        if one.deadline.expired():
+            return one.deadline.error(peer=peer, operation=operation)
+    if one.outcome is None and one.verb == wire.FORWARD:  # that thread was interrupted, and this may be done twice
+        return client.gather([request_of([one])], one.deadline)[0]
+    lost = "the thread that had sent this request with its own was interrupted"
+    return one.outcome or PeerLost(lost, peer=peer, operation=operation)
 
 
 def _messages(batch: Sequence[CallRequest]) -> list[list[CallRequest]]:
@@ -693,7 +660,8 @@ def request_of(message: Sequence[CallRequest]) -> Request:
     if len(message) > 1:
         rows = sum(one.call.rows for one in message)
         header = msgspec.structs.replace(header, parts=[part for one in message for part in one.header.parts])
-        tensors = [torch.cat(column) for column in zip(*(one.tensors for one in message), strict=True)]
+        columns = zip(*(one.tensors for one in message), strict=True)
+        tensors = [torch.cat([tensor.cpu() for tensor in column]) for column in columns]
 
     check: Callable[[ReplyHeader], object] = partial(first.check, sent=rows)
     if len(message) > 1:

@@ -220,10 +220,8 @@ class RemoteMixtureOfExperts(RemoteModule):
             if isinstance(count, bool) or not isinstance(count, int):
                 raise TypeError(f"{name} is a whole number of experts, got {count!r}")
         if k_best < 1 or not 0 <= k_min <= k_best or not 0 <= backward_k_min <= k_best:
-            raise ValueError(
-                f"0 <= k_min, backward_k_min <= k_best and k_best >= 1, got k_best={k_best}, k_min={k_min}, "
-                f"backward_k_min={backward_k_min}"
-            )
+            counts = f"k_best={k_best}, k_min={k_min}, backward_k_min={backward_k_min}"
+            raise ValueError(f"0 <= k_min, backward_k_min <= k_best and k_best >= 1, got {counts}")
         check_seconds(forward_timeout=forward_timeout, backward_timeout=backward_timeout)
         if timeout_after_k_min:  # None and 0, which does not wait, are fine
             check_seconds(timeout_after_k_min=timeout_after_k_min)
@@ -437,8 +435,7 @@ class RemoteMixtureOfExperts(RemoteModule):
             if uid not in self._finder.misfits:
                 _log.warning("%s; serve it as they are, or under another prefix", says)
             self._finder.misfits[uid] = says
-        if misfits:
-            self._finder.forget(misfits)
+        self._finder.forget(misfits)
         return misfits
 
     # --- the calls
@@ -596,12 +593,9 @@ class RemoteMixtureOfExperts(RemoteModule):
         if (came < least).any():
             raise self._too_few("backward", errors, (came < least).sum())
         if lost:
-            _log.warning(
-                "%s died between forward and backward: their updates for this step may be lost, and %d rows "
-                "get no gradient through the mixture in it",
-                ", ".join(lost),
-                ((came == 0) & (_count_answers(total, list(errors)) > 0)).sum(),
-            )
+            alone = ((came == 0) & (_count_answers(total, list(errors)) > 0)).sum()
+            says = "%s died between forward and backward: their updates for this step may be lost, and %d rows %s"
+            _log.warning(says, ", ".join(lost), alone, "get no gradient through the mixture in it")
 
     def _note(self, uid: str, phase: Phase, error: Exception | None) -> None:
         if error is None:
@@ -627,20 +621,13 @@ class RemoteMixtureOfExperts(RemoteModule):
             if not errors and not causes:
                 causes[""], cures = self._nobody(), "check uid_prefix, grid_size and whether the servers run"
         why = printable("; ".join([*causes.values()][:3])) or "the directory lists no more"
-        return BoundaryError(
-            f"{short} rows have fewer than {least} experts that answered ({why}); {cures}",
-            peer=f"{len(errors)} experts",
-            operation=f"mixture.{phase}",
-            elapsed=None if deadline is None else deadline.elapsed(),
-        )
+        says = f"{short} rows have fewer than {least} experts that answered ({why}); {cures}"
+        peer, elapsed = f"{len(errors)} experts", None if deadline is None else deadline.elapsed()
+        return BoundaryError(says, peer=peer, operation=f"mixture.{phase}", elapsed=elapsed)
 
     def _no_form(self, deadline: Deadline) -> BoundaryError:
-        return BoundaryError(
-            f"no expert has answered, so the shape of their outputs is not known ({self._nobody()})",
-            peer="experts",
-            operation="mixture",
-            elapsed=deadline.elapsed(),
-        )
+        says = f"no expert has answered, so the shape of their outputs is not known ({self._nobody()})"
+        return BoundaryError(says, peer="experts", operation="mixture", elapsed=deadline.elapsed())
 
     def _nobody(self) -> str:
         """Say that the directory lists no expert of this mixture, if so, and what it lists."""
@@ -715,16 +702,12 @@ def _check_gated(x: object, gate: nn.Module) -> None:
     if type(gate) is not nn.Linear:
         return
     if x.ndim >= 2 and x.shape[-1] != gate.in_features:
-        raise SchemaError(
-            f"the last dimension of a mixture's input is in_features={gate.in_features}, for its gate, got shape "
-            f"{tuple(x.shape)}"
-        )
+        features = f"in_features={gate.in_features}, for its gate"
+        raise SchemaError(f"the last dimension of a mixture's input is {features}, got shape {tuple(x.shape)}")
     dtype = gate.weight.dtype
     casts = torch.is_autocast_enabled(x.device.type) and x.is_floating_point() and x.dtype != torch.float64
     if x.dtype != dtype and not casts:
-        raise SchemaError(
-            f"a mixture's input must be {dtype}, like its gate's weights, got {x.dtype}; give x.to({dtype})"
-        )
+        raise SchemaError(f"a mixture's input must be {dtype}, as its gate, got {x.dtype}; give x.to({dtype})")
 
 
 class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):

@@ -370,10 +370,8 @@ class InferenceSession:
         return f"InferenceSession({self._expert.uid!r}, {state})"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"a session of {self._expert.uid} belongs to the process that opened it and cannot be copied or pickled; "
-            "send the expert, and open another session there"
-        )
+        cure = "send the expert, and open another session there"
+        raise TypeError(f"a session of {self._expert.uid} cannot be copied or pickled; {cure}")
 
     def step(self, *args: object, **kwargs: object) -> Structure:
         """Return the expert's outputs for the next positions of the sequences.
@@ -394,9 +392,7 @@ class InferenceSession:
             CaptureError: a graph is captured, which cannot advance a sequence each time it runs.
         """
         if current_tracer() is not None:
-            raise CaptureError(
-                f"a step of a session of {self._expert.uid} cannot be part of a graph; use engine='tape'"
-            )
+            raise CaptureError(f"a session of {self._expert.uid} cannot step in a graph; use engine='tape'")
         deadline = Deadline.after(self._expert.forward_timeout)
         while not self._lock.acquire(timeout=min(LONGEST_SLEEP, deadline.remaining())):
             if deadline.expired():
@@ -405,8 +401,7 @@ class InferenceSession:
             return self._take(args, kwargs, deadline)
         finally:
             if self._ended:
-                # Another thread ended it meanwhile, perhaps before this step had opened it there.
-                self._tell_server()
+                self._tell_server()  # ended by another thread, perhaps before this step had opened it there
             self._lock.release()
 
     def end(self) -> None:

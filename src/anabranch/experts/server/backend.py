@@ -40,6 +40,7 @@ from anabranch.experts.server.scheduler import (
     TaskPool,
     Unrepeatable,
     cut,
+    in_parts,
     join_padded,
     join_rows,
     make_mask,
@@ -137,12 +138,11 @@ class ExpertBackend:
         max_queue_bytes: int = 1 << 30,
     ) -> None:
         self.uid = check_uid(uid)
-        self._output_name = f"{uid}'s output 0"
         for name in ("forward", "backward", "step"):
             if getattr(type(self), name) is not getattr(ExpertBackend, name):
                 raise TypeError(
-                    f"{uid}: {type(self).__name__} overrides {name}, which a server does not call for every request; "
-                    "override apply_gradients to change the update, and the module's forward to change its outputs"
+                    f"{uid}: {type(self).__name__} overrides {name}, which is not called for every request; override "
+                    "apply_gradients to change the update, or the module's forward"
                 )
         if gradient_reduction not in ("sum", "mean"):
             raise ValueError(f"gradient_reduction is 'sum' or 'mean', got {gradient_reduction!r}")
@@ -167,9 +167,7 @@ class ExpertBackend:
         arguments, keywords = tuple(args_schema), dict(sorted((kwargs_schema or {}).items()))
         _check_inputs(uid, arguments, keywords)
         if "cache" in keywords and callable(getattr(module, "make_cache", None)):
-            raise ValueError(
-                f"{uid}: a module with make_cache gets an input called cache, so kwargs_schema must not have one"
-            )
+            raise ValueError(f"{uid}: make_cache gives the module an input called cache, so kwargs_schema has none")
         self._mask: Tensor | None = None
         self._state = LayerState(list(module.modules()))
         self._written: set[int] = set()
@@ -182,8 +180,8 @@ class ExpertBackend:
         backward = [*self.schema.input_layout, *((name, spec) for name, spec in layout if spec.requires_grad)]
         if (parts := max(count_parts(layout), count_parts(backward))) > MOST_TENSORS:
             raise SchemaError(
-                f"{uid}: a message carries at most {MOST_TENSORS} tensors, and this expert needs {parts} (int8 "
-                "takes two each); join some, or declare outputs that need no gradient by requires_grad=False"
+                f"{uid}: a message carries at most {MOST_TENSORS} tensors, and this expert needs {parts} (int8 takes "
+                "two each); join some, or declare outputs without gradients by requires_grad=False"
             )
         pool = partial(TaskPool, max_queue_rows=max_queue_rows, max_queue_bytes=max_queue_bytes)
         sized = partial(pool, min_batch_size=min_batch_size, max_batch_size=max_batch_size, timeout=timeout)
@@ -336,6 +334,21 @@ class ExpertBackend:
         self._check_gradients(outputs)
         return tuple([None if leaf is None else leaf.grad for leaf in leaves]), bool(roots)
 
+    def _recompute_batch(self, batch: Sequence[Task]) -> tuple[Sequence[Tensor | None], bool]:
+        """Recompute a batch, or one request larger than a batch in parts, whose gradients of parameters are summed."""
+        size = self.backward_pool.max_batch_size
+        if len(batch) > 1 or batch[0].rows <= size:
+            with self._with_mask(batch) if self.schema.pads else _as_it_is:
+                return self._recompute(self._join(batch))
+        moved: list[bool] = []
+
+        def part(tasks: Sequence[Task]) -> list[Sequence[Tensor | None]]:
+            gradients, some = self._recompute(tasks[0].inputs)
+            moved.append(some)
+            return [gradients]
+
+        return in_parts(batch[0], size, self.backward_pool.name, part), any(moved)
+
     def _run_forward(self, batch: Sequence[Task]) -> Sequence[Sequence[Tensor | None]]:
         """Return the outputs of each task, in the mode of their callers."""
         if self.device.type != "cpu":
@@ -390,8 +403,7 @@ class ExpertBackend:
             with _evaluating(self.module) if batch[0].evaluating else _as_it_is, self._gradients.of_batch():
                 if plain:
                     self._refuse_another_mask()
-                    with self._with_mask(plain) if self.schema.pads else _as_it_is:
-                        gradients, moved = self._recompute(self._join(plain))
+                    gradients, moved = self._recompute_batch(plain)
                     answers |= zip(map(id, plain), self._split(gradients, plain, gradients=True), strict=True)
                 if resumed:
                     gradients_kept, moved_kept = self._backward_kept(resumed)
@@ -443,8 +455,7 @@ class ExpertBackend:
             return split
         if gradients:
             return split_padded(split, batch, self.schema.inputs, self.schema.input_names)
-        names = [f"{self.uid}'s output {index}" for index in range(len(tensors))]
-        return split_padded(split, batch, self.schema.output_specs, names)
+        return split_padded(split, batch, self.schema.output_specs, self.schema.output_names)
 
     @contextmanager
     def _with_mask(self, batch: Sequence[Task]) -> Iterator[None]:
@@ -478,9 +489,8 @@ class ExpertBackend:
         for name, layer in self.module.named_modules():
             if isinstance(layer, _DropoutNd) and layer.training and layer.p > 0:
                 raise ValueError(
-                    f"{self.uid}: {name or 'the module'} is {layer} in training mode, and a backward without kept "
-                    "activations would draw another mask than the forward: serve it with keep_activations= for as many "
-                    "rows as wait for their backward, with p=0, or in eval mode"
+                    f"{self.uid}: {name or 'the module'} is {layer} in training mode, of which a backward would draw "
+                    "another mask: serve it with keep_activations= (rows that wait for theirs), p=0, or in eval mode"
                 )
 
     def _find_kept(self, task: Task) -> list[KeptRows]:
@@ -564,28 +574,28 @@ class ExpertBackend:
         Raises:
             SchemaError: they do not fit the schema, or are not as many rows as ``inputs``.
         """
-        spec, first = self.schema.outputs, inputs[0]
+        schema, first = self.schema, inputs[0]
         rows = first.shape[0] if first is not None else _rows_of(inputs)
-        if isinstance(spec, TensorSpec) and isinstance(outputs, Tensor):
-            if outputs.dtype is not spec.dtype or outputs.shape[1:] != spec.shape:
-                spec.check(outputs, self._output_name)
-            if outputs.shape[0] != rows:
-                raise _other_rows(self._output_name, outputs, rows)
-            return [outputs]
-        try:
-            leaves = self.schema.output_nesting.leaves_of(outputs)
-        except Mismatch:
-            raise SchemaError(
-                f"{self.uid} returned a structure that differs from its schema: {outline(outputs)}, not "
-                f"{outline(self.schema.outputs)}"
-            ) from None
-        for index, (leaf, spec) in enumerate(zip(leaves, self.schema.output_specs, strict=True)):
-            if spec is not None:
-                name = f"{self.uid}'s output {index}"
-                spec.check(leaf, name)
-                assert isinstance(leaf, Tensor)
-                if leaf.shape[0] != rows:
-                    raise _other_rows(name, leaf, rows)
+        if schema.gives_one and isinstance(outputs, Tensor):
+            leaves: list[object] = [outputs]
+        else:
+            try:
+                leaves = schema.output_nesting.leaves_of(outputs)
+            except Mismatch:
+                raise SchemaError(
+                    f"{self.uid} returned {outline(outputs)}, which differs from its schema, {outline(schema.outputs)}"
+                ) from None
+        for index, (leaf, spec) in enumerate(zip(leaves, schema.output_specs, strict=True)):
+            if spec is None:
+                continue
+            if not isinstance(leaf, Tensor) or leaf.dtype is not spec.dtype or leaf.shape[1:] != spec.shape:
+                spec.check(leaf, f"{self.uid}'s output {index}")
+            assert isinstance(leaf, Tensor)
+            if leaf.shape[:1] != (rows,):
+                says = f"expected {rows} rows, as in the input, got {len(leaf) if leaf.ndim else 'none'}"
+                raise SchemaError(
+                    f"{self.uid}'s output {index}: {says}; a module returns one row (dim 0) per input row"
+                )
         return cast(list[Tensor | None], leaves)
 
     def _check_gradients(self, outputs: Sequence[Tensor | None]) -> None:
@@ -692,29 +702,17 @@ def _here(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 def _rows_of(inputs: Sequence[Tensor | None]) -> int:
-    for tensor in inputs:
-        if tensor is not None:
-            return tensor.shape[0]
-    raise AssertionError("a schema has an input")
-
-
-def _other_rows(name: str, output: Tensor, rows: int) -> SchemaError:
-    return SchemaError(
-        f"{name}: expected {rows} rows, as in the input, got {output.shape[0]}; an expert's module returns one row "
-        "(dim 0) per input row"
-    )
+    return next(tensor.shape[0] for tensor in inputs if tensor is not None)
 
 
 def _check_inputs(uid: str, arguments: tuple[Structure, ...], keywords: Mapping[str, Structure]) -> None:
     specs = [spec for spec in specs_of((arguments, dict(keywords))) if spec is not None]
     if not specs:
         raise ValueError(f"{uid}: a schema without inputs has no rows to batch; give args_schema or kwargs_schema")
-    padded = [spec for spec in specs if spec.pad]
-    if not padded:
-        return
-    if "mask" in keywords:
+    padded, grouped = ([spec for spec in specs if spec.varying and spec.pad == pad] for pad in (True, False))
+    if padded and "mask" in keywords:
         raise ValueError(f"{uid}: pad=True gives the module an input called mask, so kwargs_schema cannot have one")
-    if grouped := [spec for spec in specs if spec.varying and not spec.pad]:
+    if padded and grouped:
         raise ValueError(f"{uid}: {padded[0]} is padded, and {grouped[0]} is not; give both pad=True, or neither")
 
 
@@ -723,11 +721,10 @@ def _check_optimizer(uid: str, module: nn.Module, optimizer: Optimizer | None) -
         return
     own = {id(parameter) for parameter in module.parameters()}
     for index, group in enumerate(optimizer.param_groups):
-        foreign = [tuple(parameter.shape) for parameter in group["params"] if id(parameter) not in own]
-        if foreign:
+        if foreign := [tuple(parameter.shape) for parameter in group["params"] if id(parameter) not in own]:
             raise ValueError(
-                f"{uid}: the optimizer's group {index} holds parameters of another module, of shapes {foreign}; create "
-                "it over module.parameters()"
+                f"{uid}: the optimizer's group {index} is of another module, of shapes {foreign}; create it over "
+                "module.parameters()"
             )
 
 

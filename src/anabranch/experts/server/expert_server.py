@@ -27,6 +27,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
+from anabranch.choices import listed
 from anabranch.deadline import Deadline, check_seconds
 from anabranch.errors import (
     ActivationsGone,
@@ -185,8 +186,7 @@ class ExpertVerbs:
     def _find(self, uid: str) -> ExpertBackend:
         backend = self.backends.get(uid)
         if backend is None:
-            some = ", ".join(list(self.backends)[:8])
-            raise NotFound(f"no expert {uid!r} here; there are {len(self.backends)}: {some}")
+            raise NotFound(f"no expert {uid!r} here; there are {len(self.backends)}: {listed([*self.backends], 8)}")
         return backend
 
     def _check(self, header: RequestHeader) -> Checked:
@@ -194,9 +194,7 @@ class ExpertVerbs:
         backend = self.backends.get(header.target) or self._find(header.target)
         schema = backend.schema
         if header.schema != self.schemas[header.target][1]:
-            raise AnotherSchema(
-                f"{header.target} has a different schema than the caller expects; request its info again"
-            )
+            raise AnotherSchema(f"{header.target} has a different schema than expected; request its info again")
         message: wire.ForwardHeader | wire.BackwardHeader | wire.StepHeader
         if header.verb == wire.FORWARD:
             message = unpack(header.payload, wire.ForwardHeader)
@@ -544,13 +542,11 @@ class ExpertServer:
             outcomes = client.gather(requests, Deadline.after(min(_GLANCE, self._ttl / _RENEWALS / 2)))
         twice = [one for one, outcome in zip(others, outcomes, strict=True) if isinstance(outcome, Answer)]
         if twice:
-            mark("experts.announced_twice", uids=[uid for uid, _ in twice], other=twice[0][1], endpoint=self.endpoint)
-            some = ", ".join(uid for uid, _ in twice[:8]) + (f" and {len(twice) - 8} more" if twice[8:] else "")
-            _log.warning(
-                "%s was listed at another live server, %s, when this one announced it at %s; callers will find "
-                "sometimes one, sometimes the other, and each trains on its own callers only: stop one of them, or "
-                "give them different uids", some, twice[0][1], self.endpoint,
-            )  # fmt: skip
+            says = (
+                "%s was listed at another live server, %s, when this one announced it at %s; callers find sometimes "
+                "one, sometimes the other, so each trains in part: stop one of them, or give them different uids"
+            )
+            _log.warning(says, listed([uid for uid, _ in twice], 8), twice[0][1], self.endpoint)
 
 
 @contextmanager
@@ -584,10 +580,8 @@ def _fail(call: Call, error: BaseException) -> None:
 
 def _session_pool(backend: ExpertBackend) -> TaskPool:
     if backend.session_pool is None:
-        raise SchemaError(
-            f"{backend.uid} has no sessions: its module, a {type(backend.module).__name__}, has no "
-            "make_cache(rows, max_length); see 'Generate step by step' in the guide of experts"
-        )
+        kind = type(backend.module).__name__
+        raise SchemaError(f"{backend.uid} has no sessions: its module, a {kind}, has no make_cache(rows, max_length)")
     return backend.session_pool
 
 

@@ -164,9 +164,8 @@ def load_function(target: str) -> Callable[..., Any]:
     try:
         function = getattr(_load_file(Path(place)) if place.endswith(".py") else import_module(place), name)
     except (ImportError, AttributeError, ValueError, OSError) as error:
-        raise ValueError(
-            f"{target!r} cannot be loaded: {error}; name FILE.py:function or package.module:function"
-        ) from (error)
+        cure = "name FILE.py:function or package.module:function"
+        raise ValueError(f"{target!r} cannot be loaded: {error}; {cure}") from error
     if not callable(function):
         raise ValueError(f"{target!r} is a {type(function).__name__}, not a function")
     return cast("Callable[..., Any]", function)
@@ -191,18 +190,15 @@ def _factory(name: str) -> Callable[[], dict[str, Any]]:
         features = int(width or _FEATURES)
         return lambda: {"module": _NAMED[kind](features), "args_schema": [TensorSpec(features)]}
     if not width:
-        raise ValueError(
-            f"{name!r} is not the name of a module to serve; use {', '.join(_NAMED)} or package.module:function"
-        )
+        cure = f"use {', '.join(_NAMED)} or package.module:function"
+        raise ValueError(f"{name!r} is not the name of a module to serve; {cure}")
     function = load_function(name)
 
     def make() -> dict[str, Any]:
         made = function()
         if not isinstance(made, Mapping) or not isinstance(made.get("module"), nn.Module):
-            raise ValueError(
-                f"{name!r} returns a mapping of ExpertBackend's arguments, with 'module' and 'args_schema' or "
-                f"'kwargs_schema', got {type(made).__name__}"
-            )
+            takes = "a mapping of ExpertBackend's arguments, with 'module' and 'args_schema' or 'kwargs_schema'"
+            raise ValueError(f"{name!r} returns {takes}, got {type(made).__name__}")
         return dict(made)
 
     return make

@@ -82,9 +82,7 @@ class Persistence:
             try:
                 backend.load_state_dict(cast(Mapping[str, object], state["backend"]))
             except (RuntimeError, ValueError, KeyError) as error:
-                raise CheckpointError(
-                    f"the checkpoint of {uid} belongs to another module or optimizer: {error}"
-                ) from error
+                raise CheckpointError(f"the checkpoint of {uid} belongs to another module: {error}") from error
             applied = cast(list[tuple[bytes, int]], state["applied"])
             self._applied[uid] = dict.fromkeys(applied)
             self._saved[uid] = backend.updates
@@ -151,10 +149,8 @@ def lock(directory: Path, uid: str) -> AbstractContextManager[object]:
     except OSError as error:
         if error.errno in _READ_ONLY and directory.is_dir():
             return nullcontext()
-        raise CheckpointError(
-            f"the checkpoint directory of {uid} cannot be used: {error}; give one that user {os.geteuid()} may write "
-            "to and that can be locked"
-        ) from error
+        cure = f"give one that user {os.geteuid()} may write to and that can be locked"
+        raise CheckpointError(f"the checkpoint directory of {uid} cannot be used: {error}; {cure}") from error
     with suppress(OSError):  # only for messages
         os.ftruncate(own.descriptor, 0)
         os.pwrite(own.descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from anabranch.deadline import Deadline
-from anabranch.errors import BoundaryError, DeadlineExceeded, NonFinite, Overloaded, PeerLost, SchemaError
+from anabranch.errors import BoundaryError, DeadlineExceeded, Overloaded, PeerLost, SchemaError
 from anabranch.record import spans
 from anabranch.tensors import TensorSpec
 from anabranch.transport.failures import ends_the_program, note_failure
@@ -64,10 +64,6 @@ Urgency = tuple[float, float, int]
 
 class Unrepeatable(RuntimeError):
     """A batch failed after it had changed state, so its tasks must not be rerun one by one."""
-
-
-class _NonFiniteLater(NonFinite, Unrepeatable):
-    """A part of a request met NaN or Inf after earlier parts had changed state."""
 
 
 class Apart(Exception):
@@ -164,7 +160,7 @@ class _Queue(msgspec.Struct, eq=False):
     def expected_seconds(self) -> float:
         """Seconds that a batch will take, estimated from batches of its size or, without any, of larger ones."""
         pool = self.pool
-        size = (self.rows if pool.whole else min(self.rows, pool.max_batch_size)).bit_length()
+        size = min(self.rows, max(pool.max_batch_size, self.heap[0][1].rows)).bit_length()
         return pool.took.get(size) or min(
             (seconds for larger, seconds in pool.took.items() if larger > size), default=float("inf")
         )
@@ -183,40 +179,38 @@ class _Scheduler:
         self._ends: dict[str, float] = {}
 
     def put(self, pool: TaskPool, task: Task) -> None:
-        """Queue a task, in parts if it is larger than a batch and does not run whole. Nothing is remembered of callers'
-        turns once nothing waits.
+        """Queue a task. Nothing is remembered of callers' turns once nothing waits.
 
         Raises:
             Overloaded: there is no room.
             PeerLost: the pool is closed.
         """
         counts = pool.counts
+        task.nbytes = 0
+        for tensor in task.inputs:
+            if tensor is not None:
+                task.nbytes += tensor.nbytes
         if counts.waiting_tasks or pool.closed:
-            pool.check_room(task.rows, sum(tensor.nbytes for tensor in task.inputs if tensor is not None))
-        counts.tasks += task.requests
+            pool.check_room(task.rows, task.nbytes)
         if not self.queues:
             self._now = 0.0
             self._ends.clear()
-        for part in (task,) if pool.whole or task.rows <= pool.max_batch_size else _split(task, pool.max_batch_size):
-            part.nbytes = 0
-            for tensor in part.inputs:
-                if tensor is not None:
-                    part.nbytes += tensor.nbytes
-            start = self._now
-            if part.caller:
-                start = max(start, self._ends.get(part.caller, 0.0))
-                self._ends[part.caller] = start + part.rows
-                if len(self._ends) > _MANY:
-                    self._ends = {name: end for name, end in self._ends.items() if end > self._now}
-            key = pool, part.evaluating, part.updates, part.sizes
-            queue = self.queues.get(key)
-            if queue is None:
-                queue = self.queues[key] = _Queue(pool, key)
-            heappush(queue.heap, ((start, part.arrived, next(self._numbers)), part))
-            queue.rows += part.rows
-            counts.waiting_tasks += part.requests
-            counts.waiting_rows += part.rows
-            counts.waiting_bytes += part.nbytes
+        start = self._now
+        if task.caller:
+            start = max(start, self._ends.get(task.caller, 0.0))
+            self._ends[task.caller] = start + task.rows
+            if len(self._ends) > _MANY:
+                self._ends = {name: end for name, end in self._ends.items() if end > self._now}
+        key = pool, task.evaluating, task.updates, task.sizes
+        queue = self.queues.get(key)
+        if queue is None:
+            queue = self.queues[key] = _Queue(pool, key)
+        heappush(queue.heap, ((start, task.arrived, next(self._numbers)), task))
+        queue.rows += task.rows
+        counts.tasks += task.requests
+        counts.waiting_tasks += task.requests
+        counts.waiting_rows += task.rows
+        counts.waiting_bytes += task.nbytes
 
     def most_urgent(self, now: float, pool: TaskPool | None = None) -> _Queue | None:
         """Return the queue with the most urgent task among those with a batch due, of all pools or of one."""
@@ -239,7 +233,7 @@ class _Scheduler:
 
     def take(self, queue: _Queue) -> list[Task]:
         """Return the most urgent task and those that may share its batch, up to ``max_batch_size`` rows, or one larger
-        task that is to run whole; fail those past their deadline. A batch that is padded is at most half padding.
+        task; fail those past their deadline. A batch that is padded is at most half padding.
         """
         heap, pool, counts = queue.heap, queue.pool, queue.pool.counts
         batch: list[Task] = []
@@ -302,13 +296,12 @@ class TaskPool:
         process: runs one batch.
         name: the pool's name in errors and events.
         min_batch_size: rows below which a batch waits for more, at most for ``timeout``.
-        max_batch_size: rows above which a batch is not made; a larger request is split.
+        max_batch_size: rows above which a batch is not made; a larger request runs in parts, one after the other.
         timeout: seconds until a batch below ``min_batch_size`` runs anyway; ``None``: never.
         max_queue_rows: rows that may wait; by default 16 batches.
         max_queue_bytes: bytes that may wait.
         process_tasks: runs batches in place of ``process``, where the tasks of a batch must be told apart.
-        whole: runs the parts of a larger request one directly after the other, whether or not its caller still waits:
-            for a ``process`` that changes state, so that no pause or retry sees a request that is half done.
+        whole: ``process_tasks`` gets a larger request whole, and divides it itself.
 
     Raises:
         ValueError: sizes that are not whole numbers above 0, or a minimum over the maximum.
@@ -328,9 +321,8 @@ class TaskPool:
         whole: bool = False,
     ) -> None:
         if not 1 <= min_batch_size <= max_batch_size:
-            raise ValueError(
-                f"batch sizes are 1 <= min_batch_size <= max_batch_size, got {min_batch_size} and {max_batch_size}"
-            )
+            sizes = f"{min_batch_size} and {max_batch_size}"
+            raise ValueError(f"batch sizes are 1 <= min_batch_size <= max_batch_size, got {sizes}")
         if timeout is not None and not 0 <= timeout < float("inf"):
             raise ValueError(f"timeout is a finite number of seconds or None, got {timeout!r}")
         self.name = name
@@ -368,7 +360,7 @@ class TaskPool:
             )
 
     def submit(self, task: Task) -> Future[Sequence[Tensor | None]]:
-        """Queue ``task``, split if it is larger than a batch.
+        """Queue ``task``.
 
         Returns:
             A future of the outputs; it fails as the batch does. Cancelling it withdraws the task if its batch has not
@@ -405,11 +397,6 @@ class TaskPool:
         """Run a batch and answer its tasks; if it fails, each is run alone, so that only the faulty one fails; of one
         that is several requests, each is to come again alone.
         """
-        if batch[0].rows > self.max_batch_size:
-            for part in _split(batch[0], self.max_batch_size, whole=True):
-                if not part.unwanted():
-                    self.run([part])
-            return
         rows = requests = 0
         for task in batch:
             rows += task.rows
@@ -419,7 +406,10 @@ class TaskPool:
             self.counts.rows += rows
             self.tasks_in_batch = requests
             with spans.span(self.name, "compute", tasks=requests, rows=rows):
-                outputs = self._process_tasks(batch)
+                if batch[0].rows > self.max_batch_size and not self.whole:
+                    outputs = [in_parts(batch[0], self.max_batch_size, self.name, self._process_tasks)]
+                else:
+                    outputs = self._process_tasks(batch)
         except BaseException as error:
             if ends_the_program(error):
                 for task in batch:
@@ -618,9 +608,6 @@ class Runtime:
             rows += task.rows
             if task.deadline is not last and last < task.deadline:
                 last = task.deadline
-        if rows > pool.max_batch_size:
-            # A request that runs whole continues after its deadline, which does not mean that the device is stuck.
-            last = Deadline.after(max(last.remaining(), _LONGEST_NAP))
         self._running = last
         try:
             pool.run(batch)
@@ -692,14 +679,8 @@ def join_rows(requests: Sequence[Sequence[Tensor | None]], rows: Sequence[int]) 
             joined.append(None)
             continue
         # A gradient of only some requests is zero for the others.
-        joined.append(
-            torch.cat(
-                [
-                    like.new_zeros(count, *like.shape[1:]) if tensor is None else tensor
-                    for count, tensor in zip(rows, column, strict=True)
-                ]
-            )
-        )
+        pairs = zip(rows, column, strict=True)
+        joined.append(torch.cat([like.new_zeros(n, *like.shape[1:]) if one is None else one for n, one in pairs]))
     return joined
 
 
@@ -717,55 +698,16 @@ def split_outputs(outputs: Sequence[Tensor | None], batch: Sequence[Task]) -> li
     return [[column[index] for column in columns] for index in range(len(batch))]
 
 
-def _split(task: Task, size: int, *, whole: bool = False) -> list[Task]:
-    """Parts of at most ``size`` rows that together finish ``task``, with its first error if there is one.
-
-    ``whole``: they run in order, and only an error leaves out the later ones, not a caller who has gone.
-    """
+def in_parts(task: Task, size: int, name: str, process_tasks: ProcessTasks) -> list[Tensor | None]:
+    """Return the outputs of a task of more rows than ``size``, computed in parts until its deadline."""
+    parts: list[Sequence[Tensor | None]] = []
     starts = range(0, task.rows, size)
-    answers: dict[int, Sequence[Tensor | None]] = {}
-    failed: list[BaseException] = []
-    lock = threading.Lock()
-
-    def finish(start: int, outcome: Outcome) -> None:
-        with lock:
-            if isinstance(outcome, BaseException):
-                if whole and start:
-                    outcome = _failed_later(outcome, start, min(start + size, task.rows) - 1)
-                failed.append(outcome)
-                ends = len(failed) == 1
-            else:
-                answers[start] = outcome
-                ends = len(answers) == len(starts)
-        if ends and isinstance(outcome, BaseException):
-            task.finish(outcome)
-        elif ends:
-            columns = zip(*(answers[start] for start in starts), strict=True)
-            task.finish([None if column[0] is None else torch.cat(column) for column in columns])
-
-    def part(start: int) -> Task:
-        return msgspec.structs.replace(
-            task,
-            inputs=rows_of(task.inputs, start, size),
-            rows=min(size, task.rows - start),
-            finish=lambda outcome: finish(start, outcome),
-            unwanted=lambda: bool(failed) or (not whole and task.unwanted()),
-            nbytes=0,
-        )
-
-    return [part(start) for start in starts]
-
-
-def _failed_later(error: BaseException, first: int, last: int) -> BaseException:
-    """``error`` of these rows of a request whose earlier rows have changed state; such a request is not run again."""
-    if ends_the_program(error):
-        return error
-    which = f"rows {first} to {last} of the request; those before them have been applied"
-    if isinstance(error, NonFinite):
-        return _NonFiniteLater(f"{error} ({which})")
-    later = Unrepeatable(f"{type(error).__name__}: {error} ({which})")
-    later.__cause__ = error
-    return later
+    rows = [min(size, task.rows - start) for start in starts]
+    for start, its_rows in zip(starts, rows, strict=True):
+        task.deadline.check(peer="client", operation=name)
+        part = msgspec.structs.replace(task, inputs=rows_of(task.inputs, start, size), rows=its_rows)
+        parts += process_tasks([part])
+    return join_rows(parts, rows)
 
 
 # --- requests of unequal lengths, padded to the longest
@@ -823,10 +765,8 @@ def split_padded(
     longest = _longest(batch)
     for output, spec, name in zip(outputs[0], specs, names, strict=True):
         if output is not None and spec is not None and any(n != longest for n in spec.sizes_of(output.shape)):
-            raise SchemaError(
-                f"{name}: expected length {longest}, as its inputs were padded to, got {tuple(output.shape)}; sizes of "
-                "outputs that vary must be those of the inputs"
-            )
+            says = f"expected length {longest}, as its inputs were padded to, got {tuple(output.shape)}"
+            raise SchemaError(f"{name}: {says}; sizes of outputs that vary are those of the inputs")
     return [list(map(cut, mine, specs, repeat(task.length))) for task, mine in zip(batch, outputs, strict=True)]
 
 

@@ -40,10 +40,7 @@ _LONGEST_TTL = 3600.0
 _MOST_REASONS = 4096
 # The moment at which a session expires whose step is being computed.
 _WHILE_COMPUTED = float("inf")
-_UNKNOWN = (
-    "this server does not have the session: it has restarted since, or the session ended long ago; open another and "
-    "start the sequence again"
-)
+_UNKNOWN = "this server does not have the session: it has restarted since, or that ended long ago; open another"
 
 
 class Step(msgspec.Struct, frozen=True, eq=False):
@@ -234,10 +231,8 @@ class Sessions:
             raise SchemaError(f"{uid}: the session has {session.rows} rows, step {number} brings {step.rows}")
         if number == session.steps - 1:
             if step.checksum != session.checksum:
-                raise SchemaError(
-                    f"{uid}: step {number} was already taken, with other inputs; its answer may have been lost: send "
-                    "it with the same inputs again, or open another session"
-                )
+                says = "send it with the same inputs again, or open another session"
+                raise SchemaError(f"{uid}: step {number} was already taken, with other inputs; {says}")
             return True
         if number != session.steps:
             raise SchemaError(f"{uid}: received step {number}, but the session expects step {session.steps}")
@@ -247,20 +242,16 @@ class Sessions:
         """Return the bytes that the session counts with while ``step`` is computed; refuse a step without room."""
         length, most = (0, step.header.max_length) if session is None else (session.length, session.max_length)
         if length + step.length > most:
-            raise SchemaError(
-                f"{backend.uid}: the session has {length} positions; {step.length} more exceed its max_length, {most}; "
-                "open it with a larger one"
-            )
+            says = f"{step.length} more exceed its max_length, {most}; open it with a larger one"
+            raise SchemaError(f"{backend.uid}: the session has {length} positions; {says}")
         if not 0 < step.header.ttl <= _LONGEST_TTL:
-            raise SchemaError(
-                f"this server keeps an idle session for at most {_LONGEST_TTL:g} s, got ttl={step.header.ttl:g}"
-            )
+            raise SchemaError(f"an idle session is kept for at most {_LONGEST_TTL:g} s, got ttl={step.header.ttl:g}")
         needs = max(LEAST_BYTES, step.nbytes) if session is None else session.with_step(step)
         others = self.nbytes - (0 if session is None else session.counted)
         if needs > self._budget:
             raise SchemaError(
-                f"{backend.uid}: with this step the session alone needs {needs} bytes, over the {self._budget} of all "
-                "sessions here; open one of fewer rows or positions, or raise the server's session_bytes"
+                f"{backend.uid}: with this step the session alone needs {needs} bytes of the {self._budget} of all "
+                "here; open one of fewer rows or positions, or raise the server's session_bytes"
             )
         if others + needs > self._budget:
             raise Overloaded(
@@ -294,21 +285,23 @@ class Sessions:
             return
         for key, session in [item for item in self._open.items() if item[1].expires <= now]:
             mark("experts.session_expired", uid=session.backend.uid, steps=session.steps)
-            self._drop(
-                key,
-                f"the session had no step for {session.ttl:g} s, its time to live, and was freed; open another, with a "
-                "longer ttl",
-            )
+            self._drop(key, f"the session had no step for {session.ttl:g} s, its time to live, and was freed")
         self._sweep_at = min((session.expires for session in self._open.values()), default=float("inf"))
 
 
 def bytes_held(*structures: object) -> int:
     """Return the bytes of the tensors in ``structures``: in containers and in attributes; shared memory counts once.
 
-    >>> import torch
-    >>> whole = torch.zeros(4, 8)
-    >>> bytes_held({"keys": whole[:2], "values": [whole[2:]]}, None, 7)
-    128
+    >>> import dataclasses, torch
+    >>> @dataclasses.dataclass(slots=True)
+    ... class Layer:
+    ...     keys: torch.Tensor
+    ...     cache: object
+    >>> class Cache:
+    ...     def __init__(self, keys):
+    ...         self.layers = Layer(keys[:2], self), Layer(keys[2:], nn.Linear(9, 9))
+    >>> bytes_held({"blocks": [Cache(torch.zeros(4, 8))]}, None, 7, "text", torch.zeros(5))
+    148
     """
     storages: dict[int, int] = {}
     seen: set[int] = set()
