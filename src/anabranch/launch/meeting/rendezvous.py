@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from anabranch.launch.python_program import PythonProgram
-from anabranch.launch.socket_messages import Message, receive, send
+from anabranch.launch.socket_messages import Message, channel, receive, send
 
 PROGRAM = PythonProgram("anabranch.launch.meeting.rendezvous_process", is_module=True)
 """Source of the process; its stdin is the channel to the launcher."""
@@ -43,7 +43,7 @@ class Rendezvous:
             raise ConnectionError(
                 f"this machine does not reach its own address {host}: {error.strerror}; is its loopback interface up?"
             ) from None
-        self._channel, self._theirs = socket.socketpair()
+        self._channel, self._theirs = channel()
         self.descriptor = self._theirs.fileno()
 
     def wait_until_ready(self) -> None:
