@@ -27,7 +27,7 @@ from anabranch.errors import PeerLost
 from anabranch.job import JOINED_VARIABLE, MEETING_VARIABLE
 from anabranch.liveness.group import LOOK_SECONDS, rank_names, too_late
 from anabranch.liveness.membership import Membership, own_place, published, rank_variables
-from anabranch.liveness.peers import Identity, Peers, end_without_waiting, take_place_of_peers
+from anabranch.liveness.peers import Identity, Peers, end_without_waiting, peers_of_job
 from anabranch.record.process import process_record
 from anabranch.record.spans import Lasting
 
@@ -208,7 +208,7 @@ def set_world(group: dist.ProcessGroup, peers: Peers) -> None:
     elif old is not None:
         dist.destroy_process_group(old)
     dist.distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
-    take_place_of_peers(peers)
+    peers_of_job(peers)
 
 
 def _store(rank: int, timeout: timedelta, membership: int = 0) -> Store:
