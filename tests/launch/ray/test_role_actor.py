@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +22,7 @@ from anabranch.launch.supervision.worker import ProcessSpec
 from anabranch.liveness.membership import files_beside
 from waiting import wait_until
 
+FIRST = {"members": b"first"}
 ENVIRONMENT = {**os.environ, "TORCHELASTIC_RUN_ID": "actor-test"}
 
 
@@ -42,7 +42,7 @@ def _program(folder: Path, source: str) -> PythonProgram:
 def _start(actor: RoleActor, program: PythonProgram, folder: Path, **environment: str) -> int:
     log = Path("/on/another/machine/worker-0.log")
     spec = ProcessSpec("worker", 0, program, {**ENVIRONMENT, **environment}, log, cwd=str(folder))
-    pid, sees = actor.start(spec, 0, str(folder), 1, {"members": b"first"})
+    pid, sees = actor.start(spec, 0, str(folder), FIRST)
     assert sees
     return pid
 
@@ -50,7 +50,7 @@ def _start(actor: RoleActor, program: PythonProgram, folder: Path, **environment
 def _follow_to_the_end(actor: RoleActor) -> tuple[dict[int, bytes], int]:
     said: dict[int, bytes] = {}
     while True:
-        news = actor.follow()
+        news = actor.follow({})
         for stream, data in news.output:
             said[stream] = said.get(stream, b"") + data
         if news.code is not None and not news.output:
@@ -72,27 +72,25 @@ def test_a_role_has_its_keys_and_its_output_and_exit_code_are_reported(actor: Ro
 
 def test_a_process_frozen_on_its_node_is_reported_until_it_resumes(actor: RoleActor, tmp_path: Path) -> None:
     pid = _start(actor, _program(tmp_path, "import time; time.sleep(600)"), tmp_path)
-    assert not actor.follow().stopped
+    assert not actor.follow({}).stopped
     os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: actor.follow().stopped)
+    wait_until(lambda: actor.follow({}).stopped)
     os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: not actor.follow().stopped)
+    wait_until(lambda: not actor.follow({}).stopped)
 
 
-def test_closing_kills_the_process_and_its_children(tmp_path: Path) -> None:
-    with closing(RoleActor({}, "127.0.0.1")) as actor:
-        source = (
-            "import subprocess, sys, time\n"
-            "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
-            "print(child.pid, flush=True)\n"
-            "time.sleep(600)\n"
-        )
-        pid = _start(actor, _program(tmp_path, source), tmp_path)
-        output: list[tuple[int, bytes]] = []
-        wait_until(lambda: output.extend(actor.follow().output) or output)
-        child = int(output[0][1])
+def test_closing_kills_the_process_and_its_children(actor: RoleActor, tmp_path: Path) -> None:
+    source = (
+        "import subprocess, sys, time\n"
+        "print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    pid = _start(actor, _program(tmp_path, source), tmp_path)
+    output: list[tuple[int, bytes]] = []
+    wait_until(lambda: output.extend(actor.follow({}).output) or output)
+    actor.close()
     assert not Path(f"/proc/{pid}").exists()
-    assert not Path(f"/proc/{child}").exists()
+    assert not Path("/proc", output[0][1].decode().strip()).exists()
 
 
 def test_a_script_that_the_node_does_not_have_is_named_with_the_cure(actor: RoleActor, tmp_path: Path) -> None:
@@ -114,15 +112,15 @@ def test_a_process_s_status_is_sent_once_and_its_recording_at_the_end(actor: Rol
     statuses: list[bytes] = []
     said: list[tuple[int, bytes]] = []
     while not said:
-        news = actor.follow()
+        news = actor.follow({})
         said += news.output
         statuses += [news.status] if news.status else []
-    statuses += [more] if (more := actor.follow().status) else []
+    statuses += [more] if (more := actor.follow({}).status) else []
     assert statuses == [b"{}"]
     assert actor.close() == {"worker-0.7.spans": b"spans"}
 
 
-def test_what_the_launcher_publishes_is_seen_in_order_and_what_the_process_publishes_is_reported(
+def test_what_the_launcher_publishes_is_seen_and_what_the_process_publishes_is_reported(
     actor: RoleActor, tmp_path: Path
 ) -> None:
     program = _program(
@@ -136,14 +134,21 @@ def test_what_the_launcher_publishes_is_seen_in_order_and_what_the_process_publi
         "pathlib.Path(members + '.waits').unlink()\n",
     )
     _start(actor, program, tmp_path, ANABRANCH_MEMBERS="/on/another/machine/members-7")
-    wait_until(lambda: actor.follow().published == {"waits": b""})
-    actor.show(3, {"members": b"third", "newcomers": b""})
-    actor.show(2, {"members": b"second"})
-    while (news := actor.follow()).code is None:
-        pass
+    said: list[tuple[int, bytes]] = []
+
+    def published(files: dict[str, bytes]) -> bool:
+        news = actor.follow(files)
+        said.extend(news.output)
+        return news.published == {"waits": b""}
+
+    wait_until(lambda: published(FIRST))
+    second = {"members": b"second", "newcomers": b""}
+    while (news := actor.follow(second)).code is None or news.output:
+        said.extend(news.output)
     assert (news.code, news.published) == (0, {})
+    assert b"".join(data for _, data in said) == b"first\nsecond\n"
     _start(actor, _program(tmp_path, ""), tmp_path, ANABRANCH_MEMBERS="/on/another/machine/members-7")
-    assert actor.follow().published == {}, "of its predecessor"
+    assert actor.follow(FIRST).published == {}, "of its predecessor"
 
 
 # --- a process in an actor, as the launcher sees it. No Ray is started
@@ -162,7 +167,7 @@ def _process(
         look()
         return news.pop(0)
 
-    actor = SimpleNamespace(follow=SimpleNamespace(remote=lambda: None))
+    actor = SimpleNamespace(follow=SimpleNamespace(remote=lambda files: None))
     spec = ProcessSpec("worker", 0, PythonProgram("train.py"), environment, folder / "worker-0.log")
     JobFile(folder).began("worker", 0, 7, None, elsewhere=True)
     return RemoteProcess(spec, 0, actor, 7, fetch)

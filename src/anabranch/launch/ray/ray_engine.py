@@ -30,9 +30,10 @@ from typing import Any
 
 from anabranch.errors import AnabranchError
 from anabranch.job import JOINED_VARIABLE
-from anabranch.launch.job import Attempt, Site, rendezvous, run_job
+from anabranch.launch.job import Attempt, Site, run_job
 from anabranch.launch.meeting.addresses import tcp_place
-from anabranch.launch.ray.role_actor import RemoteProcess, RoleActor, to_show
+from anabranch.launch.meeting.rendezvous import rendezvous
+from anabranch.launch.ray.role_actor import RemoteProcess, RoleActor, published_for
 from anabranch.launch.spec import JobSpec, Resources
 from anabranch.launch.supervision.outcome import JobOutcome
 from anabranch.launch.supervision.signals import collect_signals
@@ -127,8 +128,9 @@ class _Site(Site):
                 "which other nodes cannot read: it restores a server that dies there, but is lost with the node; then "
                 "--max-restarts resumes from the script's own checkpoint"
             )
-        endpoints = [self._actors["parameters", shard].hold_endpoint.remote() for shard in range(spec.servers)]
-        self.parameters = [str(self._ask(endpoint)) for endpoint in endpoints]
+        calls = [self._actors["parameters", shard].place.remote() for shard in range(spec.servers)]
+        self._folders: dict[str, str] = dict(map(self._ask, calls))
+        self.parameters = [*self._folders]
 
     def _resources_of(self, role: str) -> dict[str, float]:
         return resources_of(role, self._attempt.spec.resources, gpus=self._gpus)
@@ -163,15 +165,10 @@ class _Site(Site):
 
     def state(self, shard: int) -> str:
         """Return a folder on the node of a parameter server."""
-        return str(self._ask(self._actors["parameters", shard].state_folder.remote()))
+        return self._folders[self.parameters[shard]]
 
     def expert_listens(self, index: int) -> None:
         """Return nothing: an expert listens on any port of its node."""
-
-    def show(self) -> None:
-        for process in self._processes.values():
-            if process.running:
-                process.show()
 
     def start(self, spec: ProcessSpec, restarted: int) -> RemoteProcess:
         """Start a role in its actor, or in Ray's next one; one that joins the others, when there is room for it."""
@@ -203,7 +200,7 @@ class _Site(Site):
             program = replace(program, target=str(path.relative_to(Path.cwd())))
         there = replace(spec, program=program, screen=None, restarts=None, cwd=os.getcwd())
         with tempfile.NamedTemporaryFile(prefix=".anabranch-seen-", dir=_writable_here()) as probe:
-            start = actor.start.remote(there, restarted, probe.name, *to_show(spec))
+            start = actor.start.remote(there, restarted, probe.name, published_for(spec))
             pid, sees = self._ask(start)
         if not sees and not self._blind:
             self._blind = True
