@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from jobs import Script
 
 from anabranch.launch.job import traced
 from launched import run, start_run
 from traces import Trace, check_valid
-
-Script = Callable[[str], Path]
 
 STEPS = 4
 

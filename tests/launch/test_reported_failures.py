@@ -6,10 +6,10 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from jobs import Script
 
 from anabranch.cli.job_end import show_end
 from anabranch.errors import DeadlineExceeded, PeerLost
@@ -18,8 +18,6 @@ from anabranch.launch.job_status import JobFile
 from anabranch.launch.supervision.outcome import JobOutcome
 from launched import run, start_run
 from waiting import wait_until
-
-Script = Callable[[str], Path]
 
 TRAINS = """
     import os, signal, sys, torch, anabranch as ab
@@ -58,14 +56,12 @@ def test_those_that_lost_a_killed_rank_are_folded_and_the_backend_s_words_kept_o
         assert text.count("Traceback") == 1, "without the backend's own exception before it"
         assert "PeerLost: rank 1 is lost" in text
         assert ".cc:" not in text
-        assert "GLHF" not in text
     assert not (tmp_path / "logs" / "worker-0.error").exists()
 
 
 def test_verbose_shows_consequences(fails: Path, tmp_path: Path) -> None:
     done = run("--workers", 2, "--verbose", fails, tmp_path / "saved", 1, patient=True)
     assert "PeerLost: rank 1 is lost" in done.stderr
-    assert "the logs are in" not in done.stderr
 
 
 def test_ctrl_c_shows_no_traceback_and_where_the_checkpoint_lies(fails: Path, tmp_path: Path) -> None:
@@ -93,12 +89,8 @@ def test_the_path_of_a_checkpoint_cannot_move_the_cursor(tmp_path: Path, capsys:
 
 
 def test_rank_0_s_own_error_is_shown_once(script: Script) -> None:
-    done = run(
-        "--workers",
-        2,
-        script("import os\nif os.environ['RANK'] == '0':\n    raise ValueError('bad row 17')"),
-        patient=True,
-    )
+    path = script("import os\nif os.environ['RANK'] == '0':\n    raise ValueError('bad row 17')")
+    done = run("--workers", 2, path, patient=True)
     assert done.returncode == 1
     assert done.stderr.count("ValueError: bad row 17") == 1
     assert "rank 0" in done.stderr.splitlines()[-2]
@@ -158,12 +150,7 @@ def test_a_consequential_error_is_held_back(
 
 @pytest.mark.parametrize(
     "error",
-    [
-        ValueError("bad row"),
-        PeerLost("gone", peer="unix:/there"),
-        PeerLost("gone"),
-        DeadlineExceeded("late", peer="rank 1"),
-    ],
+    [ValueError("bad row"), PeerLost("gone", peer="unix:/there"), PeerLost("gone"), DeadlineExceeded("late")],
 )
 def test_possible_causes_are_shown(error: BaseException, hook: Path, capsys: pytest.CaptureFixture[str]) -> None:
     show(error)
