@@ -69,7 +69,7 @@ def batches(count: int, seed: int) -> list[Tensor]:
 
 def executor_of(options: dict[str, object]) -> ab.Executor:
     others = {name: value for name, value in options.items() if name != "accumulate"}
-    return ab.Executor(new_step(options.get("accumulate", 1)), **others)
+    return ab.Executor(new_step(options.get("accumulate", 1)), served="replace", **others)
 
 
 def predicted(options: dict[str, object], seed: int) -> Plan:
@@ -97,8 +97,8 @@ def compare(rounds: int, steps: int) -> list[dict[str, object]]:
     return [
         {
             "plan": name,
-            "predicted_ms": median(found[name].step_seconds for found in plans) * 1e3,
-            "measured_ms": median(found[name] for found in made) * 1e3,
+            "predicted_ms": median(plan[name].step_seconds for plan in plans) * 1e3,
+            "measured_ms": median(seconds[name] for seconds in made) * 1e3,
             "bytes": sum(plans[0][name].bytes.values()),
         }
         for name in PLANS

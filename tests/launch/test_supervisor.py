@@ -20,7 +20,7 @@ from anabranch.launch.supervision.members import Members
 from anabranch.launch.supervision.signals import SignalBox
 from anabranch.launch.supervision.supervisor import Patience, Supervisor
 from anabranch.launch.supervision.worker import RoleProcess
-from anabranch.liveness.membership import OwnPlace
+from anabranch.liveness.membership import Membership, OwnPlace, published
 
 
 class Undying:
@@ -135,6 +135,23 @@ def test_a_newcomer_that_has_not_joined_does_not_decide_that_the_job_ends_with_a
     assert not members.may_leave(workers[0])
 
 
+def test_a_worker_that_has_closed_leaves_as_others_meet_unless_it_begins_again(tmp_path: Path) -> None:
+    workers = [SimpleNamespace(role="worker", rank=rank, pid=os.getpid(), running=True) for rank in (0, 1)]
+    meeting = tmp_path / "meeting-1"
+    members = Members(cast(Any, workers), 2, 2, meeting, lambda line: None)
+    first, other = (OwnPlace(meeting, rank, joins=False) for rank in (0, 1))
+    first.say("closes")
+    members.leave_closed()
+    assert published(meeting).ranks == {0: 0, 1: 1}, "nobody meets"
+    with other.saying("meets"):
+        first.begin()  # its next Executor, whose first step is not done yet
+        members.leave_closed()
+        assert published(meeting).ranks == {0: 0, 1: 1}
+        first.say("closes")
+        members.leave_closed()
+    assert published(meeting) == Membership(1, {1: 0}, closed=1)
+
+
 # --- a job that fails is started again as a whole; a service's restarts are a budget that refills
 
 
@@ -168,9 +185,7 @@ def test_budgets_of_another_form_are_refused(text: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_with_a_rolled_back_server_restarts_from_its_last_checkpoint(
-    ended: Ends, tmp_path: Path
-) -> None:
+def test_a_job_with_a_rolled_back_server_restarts_from_its_last_checkpoint(ended: Ends, tmp_path: Path) -> None:
     """Its workers died of ``SchemaError ... pushes step 503; its next is step 430``."""
     options = {"workers": 2, "servers": 1, "durability": "checkpoint", "max_restarts": 1, "seconds": 240.0}
     job = ended(ROLLED_BACK, tmp_path / "saved", **options)

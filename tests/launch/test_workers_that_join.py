@@ -362,6 +362,21 @@ def test_a_newcomer_whose_batches_are_of_another_size_leaves(ended: Ends) -> Non
     assert "cannot join the others, and leaves: its loaders are not theirs" in texts[1]
 
 
+def test_others_are_replaced_when_a_newcomer_has_left_and_ends_late(ended: Ends) -> None:
+    source = """
+    try:
+        with executor(4 if joined and member == "1" else 6) as one:
+            train(one, 5, 3)
+            if member == "2" and not joined:
+                kill()
+            train(one, 8)
+    finally:
+        time.sleep(4.0 if joined and member == "1" else 0.0)
+    """
+    told = ended(TRAINS + source).told
+    assert "another takes its place" in told[-1], told
+
+
 @pytest.mark.parametrize("dies_in", ["first", "second"])
 def test_a_script_may_train_in_one_executor_after_the_other(ended: Ends, dies_in: str) -> None:
     """A newcomer begins with the first: where the others are in the second already, it leaves."""

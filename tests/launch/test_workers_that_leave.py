@@ -282,6 +282,62 @@ def test_a_sum_outside_of_a_step_is_not_done_again(ended: Ends) -> None:
     assert all("\nlost rank 1\n" in text and text.endswith("\nnow 2.0\n") for text in texts), texts
 
 
+CLOSES = """
+    import os, time, torch, anabranch as ab
+    from pathlib import Path
+    model = torch.nn.Linear(4, 1)
+    step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.001))
+    first = os.environ["RANK"] == "0"
+    with ab.Executor(step, timeout=60.0, heartbeat=0.2) as executor:
+        while executor.step < (5 if first else 9):
+            executor.run(batch=lambda job: torch.ones(12 // job.world_size, 4))
+    size = ab.job().world_size
+    Path(f"there are {size}").touch()
+    while first and not Path("there are 1").exists():
+        time.sleep(0.01)
+    if first:
+        try:
+            ab.Executor(step, timeout=60.0, heartbeat=0.2)
+        except ab.PeerLost as error:
+            print(error)
+    print("ended with", size)
+"""
+
+
+def test_the_others_go_on_without_one_that_has_closed_and_works_on(
+    ended: Ends, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts = ended(CLOSES, workers=2, patience=PATIENT).texts
+    assert [text.endswith(f"ended with {size}\n") for text, size in zip(texts, (2, 1), strict=True)] == [True] * 2
+    assert "sockets" not in texts[1], "a worker alone has no gradients to send"
+    assert "the others have gone on without this worker, which had closed its Executor before them" in texts[0]
+
+
+FAILS = """
+    import os, signal, sys, time, torch, anabranch as ab
+    model = torch.nn.Linear(4, 1)
+    step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.001))
+    try:
+        with ab.Executor(step, timeout=60.0, heartbeat=0.2) as executor:
+            while executor.step < 9:
+                executor.run(batch=lambda job: torch.ones(12 // job.world_size, 4))
+                if executor.step == 5 and os.environ["RANK"] == "0":
+                    raise KeyError("mine")
+    except KeyError:
+        time.sleep(4.0)  # such as a report of it
+        raise
+    finally:
+        print("ended at", executor.step)
+"""
+
+
+def test_the_others_do_not_go_on_without_one_that_has_failed_and_ends_late(ended: Ends) -> None:
+    text = ended(FAILS, code=1, workers=2, patience=PATIENT).texts[1]
+    assert "\nended at 5\n" in text, text
+    assert "rank 0 has left" in text
+
+
 EARLY = """
     import os, signal, torch, anabranch as ab
     if os.environ["RANK"] == "1":

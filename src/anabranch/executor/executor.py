@@ -215,7 +215,7 @@ class Executor:
         self._parts = ExitStack()  # closed in reverse order, also where one of them fails
         self._parts.callback(self._watching.close)
         self._redo: Redo | None = None
-        self._parts.callback(lambda: None if self._redo is None else self._redo.close())
+        self._parts.callback(lambda: None if self._redo is None else self._redo.close(self._failed))
         try:
             self._workers, self._everyone, stages = self._meet(process_group, pipe)
             if seed is not None:

@@ -37,7 +37,9 @@ SAID_AFTER = 5.0
 BACKEND_GRACE = 60.0
 """Seconds by which a wait of gloo's or NCCL's, which ends without a name, is longer than ours."""
 _PAUSE = 0.01
-_AWAKE_SECONDS = 1.0  # for which nobody is lost any more: one that was frozen is awake, and not about to be killed
+# For which nobody is lost any more: one that was frozen is awake, and not about to be killed, and the launcher, which
+# looks every second, has seen that none of them has closed.
+_AWAKE_SECONDS = 3.0
 _MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # How often this process has met the others under its membership; the same on all of them, as they run the same program.
@@ -85,6 +87,10 @@ def meet_peers(backend: str, timeout: float) -> None:
             absent[:] = [other for other in absent or others if not store.check([names[other]])]
             ended = [other for other in absent if other in _met and _met[other].has_ended()]
             now = published(place.meeting) if absent and place is not None else None
+            if now is not None and place is not None and place.process not in now.ranks:
+                store.delete_key(f"{rank}")
+                text = "the others have gone on without this worker, which had closed its Executor before them"
+                raise PeerLost(text, peer=rank_names(absent), operation="meet", elapsed=deadline.elapsed())
             if now is not None and (now.over or len(now.ranks) + now.closed < size):
                 ended = ended or [other for other in absent if other not in now.ranks] or list(absent)
             if ended or (absent and deadline.expired()):
@@ -157,7 +163,7 @@ def meet_members(
         """Settle for all whether this meeting has taken place, or one of them is at the next already."""
         return store is None or store.compare_set("outcome", "", outcome).decode() == outcome
 
-    with Lasting("wait", "wait", facts):
+    with Lasting("wait", "wait", facts), place.saying("meets"):
         while True:
             newest = published(place.meeting)
             if newest.over or not newest.ranks or (after >= 0 and place.process not in newest.ranks):

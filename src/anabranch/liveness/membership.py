@@ -17,8 +17,8 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -38,9 +38,10 @@ MEMBER_VARIABLE = "ANABRANCH_MEMBER"
 APART = -1
 """In place of the members' epoch, where they run apart (``ssp``, ``asp``) or have their own batches: nobody joins."""
 
-Word = Literal["waits", "leaves", "closes", "ends"]
+Word = Literal["waits", "leaves", "closes", "meets", "ends"]
 """A worker to the launcher: it waits to be invited; it ends as its calls were not those of the others; what it does
-from now on is done by no other, as it has closed its Executor; the job ends with any worker, as it trains."""
+from now on is done by no other, as it has closed its Executor; it waits for the others of a membership; the job ends
+with any worker, as it trains, or as it has failed."""
 
 _PROGRESS, _NUMBER = struct.Struct("=qqd"), struct.Struct("=q")  # optimizer steps, epochs, and seconds of a heartbeat
 _SECONDS = struct.Struct("=d")  # written alone: another worker may write the epoch at the same time
@@ -135,6 +136,20 @@ class OwnPlace:
         """Let the launcher know this."""
         self._word(what).touch()
 
+    def begin(self) -> None:
+        """Take back what this worker has let the launcher know as it closed a former Executor."""
+        self._word("closes").unlink(missing_ok=True)
+        self._word("ends").unlink(missing_ok=True)
+
+    @contextmanager
+    def saying(self, what: Word) -> Iterator[None]:
+        """Let the launcher know this for as long as the block lasts."""
+        self.say(what)
+        try:
+            yield
+        finally:
+            self._word(what).unlink(missing_ok=True)
+
     def wait_until_invited(self, deadline: Deadline) -> None:
         """Return when this newcomer is a member, or the others have ended; they wait for it then."""
         while not deadline.expired():
@@ -149,8 +164,6 @@ class OwnPlace:
         The epoch stays where none is given: newcomers look at it once they are invited.
         """
         if self._progress is None:
-            self._word("closes").unlink(missing_ok=True)
-            self._word("ends").unlink(missing_ok=True)
             file = os.open(_beside(self.meeting, "progress"), os.O_RDWR | os.O_CREAT, 0o600)
             os.ftruncate(file, _PROGRESS.size)
             self._progress = mmap.mmap(file, _PROGRESS.size)

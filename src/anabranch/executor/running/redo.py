@@ -114,12 +114,15 @@ class Redo:
         self.may_shrink = published(place.meeting).least < self._all
         for other in _open:  # whose workers meet at other calls, and on each worker at another of them
             fixed = other.fixed = "the script has two Executors open at once"
+        if runners:
+            place.begin()
         if fixed is not None:
             self._fix(fixed)
         _open.add(self)
         _made[form] += 1
         self._form = zlib.crc32(f"{_made[form]} {form}".encode())  # a script may train in one after the other
         self._look_at, self.repeated, self.calls, self.own_rows = 0.0, 0, False, False
+        self._leaves = False
         self._messages, self._sends = 0, ""  # the reason why it is fixed, if a run of this worker has sent or received
         self._random = RandomMoment()
         models = {runner.step.model for runner in runners.values()}
@@ -220,11 +223,14 @@ class Redo:
                 self._place.write_progress(self._steps, APART if self.own_rows else None)
         self._answer = None  # all have it: a run waits for everyone
 
-    def close(self) -> None:
-        """Let the job end with this worker from now on: what it does behind its training is done by no other."""
+    def close(self, failed: BaseException | None) -> None:
+        """Let the job end with this worker from now on: what it does behind its training is done by no other.
+
+        The others go on without one that has closed, but not where it has ``failed``.
+        """
         _open.discard(self)
-        if self._runners:
-            self._place.say("closes")
+        if self._runners and not self._leaves:
+            self._place.say("closes" if failed is None or isinstance(failed, SystemExit) else "ends")
 
     def meet(self, error: PeerLost, name: str) -> tuple[bool, Runs, MembershipRecord]:
         """Meet the others after an interrupted run of the step ``name``, and settle which window was the last.
@@ -313,6 +319,7 @@ class Redo:
             raise PeerLost("it makes another call, and leaves", peer=rank_names(others), operation=_COMPARISON)
 
     def _leave(self, text: str) -> NoReturn:
+        self._leaves = True
         self._place.say("leaves")
         self._end(text)
 

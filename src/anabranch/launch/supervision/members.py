@@ -59,6 +59,7 @@ class Members:
         self._awaited = set[int]()  # processes that are to be started
         self._more = list(more)
         self._crashed = set[int]()  # steps
+        self._closed = set[int]()  # processes that have left so, and may still work
         self._last: RoleProcess | None = None
         self._stopped, self._looked = dict[RoleProcess, float](), time.monotonic()  # since which look
         self._now.publish(meeting)
@@ -73,7 +74,8 @@ class Members:
 
     def newcomers(self) -> list[RoleProcess]:
         """Return those that have not joined yet."""
-        return [one for one in self._workers if one.running and one.rank not in self._now.ranks]
+        others = [one for one in self._workers if one.running and one.rank not in self._now.ranks]
+        return [one for one in others if one.rank not in self._closed]
 
     def awaits(self, process: RoleProcess) -> bool:
         """Return True of a newcomer that had not joined before its end: nothing is lost with it."""
@@ -104,13 +106,26 @@ class Members:
         self._last = process if process.forgiven else self._last
         ended = process.code == 0
         closed = ended and not self._says(process, "leaves")
-        self._now = now = self._now.without(process.rank, ended=ended, closed=closed)
-        self._publish()
+        if process.rank not in self._closed:
+            self._now = self._now.without(process.rank, ended=ended, closed=closed)
+            self._publish()
+        now = self._now
         count = len(now.ranks)
         text = "the job goes on with" if count >= now.least else "the job waits, with"
         text = f"{text} {count} worker{'s' * (count != 1)}"
         first = [self._workers[one].log.name for one, rank in now.ranks.items() if rank == 0 and one != 0]
         return f"{text}, whose rank 0 writes to {first[0]}" if first else text
+
+    def leave_closed(self) -> None:
+        """Publish the membership without those that have closed, if others meet, who would wait for them."""
+        members = self._members()
+        meet = [one for one in members if self._says(one, "meets")]
+        closed = [one for one in members if self._says(one, "closes") and one not in meet] if meet else []
+        for one in closed:
+            self._closed.add(one.rank)
+            self._now = self._now.without(one.rank, ended=True, closed=True)
+        if closed:
+            self._publish()
 
     def heir(self, process: RoleProcess) -> RoleProcess | None:
         """Return the worker that is rank 0 once ``process`` has left; ``None`` if that changes nothing."""

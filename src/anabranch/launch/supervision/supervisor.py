@@ -346,11 +346,12 @@ class Supervisor:
         self._timers.after(waits.every, partial(self._look, waits))
 
     def _look_at_members(self, members: Members) -> None:
-        """Kill those that are frozen, and let more join."""
+        """Kill those that are frozen, let those leave that have closed, and let more join."""
         frozen, goes_on = members.frozen(self._services), self.interrupted is None and not self._failed
         for worker in frozen if goes_on else ():
             self._tell(f"{worker.who} (pid {worker.pid}) is frozen; killing it")
             worker.signal_group(signal.SIGKILL)
+        members.leave_closed()
         while goes_on and (spec := members.one_more()) is not None:
             self._workers.append(self._start(spec, 0))
             self._await(self._workers[-1], members)
