@@ -199,7 +199,8 @@ class _Site(Site):
         if not program.is_module and (path := Path(program.target).absolute()).is_relative_to(Path.cwd()):
             program = replace(program, target=str(path.relative_to(Path.cwd())))
         there = replace(spec, program=program, screen=None, restarts=None, cwd=os.getcwd())
-        with tempfile.NamedTemporaryFile(prefix=".anabranch-seen-", dir=_writable_here()) as probe:
+        here = os.getcwd() if os.access(".", os.W_OK) else None
+        with tempfile.NamedTemporaryFile(prefix=".anabranch-seen-", dir=here) as probe:
             start = actor.start.remote(there, restarted, probe.name, published_for(spec))
             pid, sees = self._ask(start)
         if not sees and not self._blind:
@@ -261,10 +262,6 @@ class _Site(Site):
                 self._ray.kill(actor)
 
 
-def _writable_here() -> str | None:
-    return os.getcwd() if os.access(".", os.W_OK) else None
-
-
 def _first_line(error: BaseException) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[-1].strip() if lines else repr(error)
@@ -295,8 +292,8 @@ def import_ray() -> ModuleType:
             f"Ray {ray.__version__} is installed here, but this version of Anabranch needs {_VERSION}: "
             f"pip install 'ray=={_VERSION}', on all nodes"
         )
-    found: ModuleType = ray
-    return found
+    module: ModuleType = ray
+    return module
 
 
 @contextmanager
@@ -371,12 +368,10 @@ def parse_resources(text: str) -> Resources:
 
 def check_resources(resources: Any) -> Resources:
     """Return valid resources of roles; raise a ``ValueError`` for others."""
-    try:
-        amounts = [amount for wanted in resources.values() for amount in wanted.values()]
+    with suppress(AttributeError, TypeError):
+        amounts = [amount for of_role in resources.values() for amount in of_role.values()]
         if resources.keys() <= _CPU.keys() and all(amount >= 0 for amount in amounts):
             return dict(resources)
-    except (AttributeError, TypeError):
-        pass
     raise ValueError(
         f'resources give amounts per role, such as {{"worker": {{"CPU": 2, "GPU": 1}}}}; roles are '
         f"{', '.join(_CPU)}; got {resources!r}"

@@ -149,7 +149,9 @@ class RoleActor:
         until = time.monotonic() + seconds
         while True:
             code = self._reap(_LOOK_SECONDS)  # what it wrote before that is in the files by now
-            output, published = self._new_output(), self._publications()
+            output = self._new_output()
+            there = {} if self._members is None else files_beside(self._members)
+            published = {what: contents for what, contents in there.items() if self._seen.get(what) != contents}
             if output or code is not None or published.keys() != self._published or time.monotonic() > until:
                 break
         self._published = set(published)
@@ -193,10 +195,6 @@ class RoleActor:
                 self._places[number] += len(data)
                 news.insert(0, (number + 1, data))
         return news
-
-    def _publications(self) -> dict[str, bytes]:
-        files = {} if self._members is None else files_beside(self._members)
-        return {what: contents for what, contents in files.items() if self._seen.get(what) != contents}
 
     def _new_status(self, process: RoleProcess) -> bytes:
         with suppress(OSError):  # there is none yet
@@ -336,7 +334,9 @@ class RemoteProcess(RoleProcess):
             while True:
                 news = self._news()
                 if news.published != self._published:
-                    self._publish(news.published)
+                    with _publishing:
+                        put_beside(Path(self.spec.environment[MEMBERS_VARIABLE]), self._published, news.published)
+                    self._published = news.published
                 if news.status:
                     self._facts = ahead(json.loads(news.status), time.monotonic() - news.now)
                 self._looks_stopped = self._looks_stopped + 1 if news.stopped else 0
@@ -354,11 +354,6 @@ class RemoteProcess(RoleProcess):
         finally:
             for descriptor in (*self._targets, self._end):
                 os.close(descriptor)
-
-    def _publish(self, files: Mapping[str, bytes]) -> None:
-        with _publishing:
-            put_beside(Path(self.spec.environment[MEMBERS_VARIABLE]), self._published, files)
-        self._published = files
 
     def _write(self, stream: int, data: bytes) -> None:
         with suppress(OSError):
