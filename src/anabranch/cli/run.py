@@ -175,9 +175,7 @@ def _check_engine(engine: str, **options: object) -> None:
     for name in others:
         if options[name]:
             cure = "leave it out" if engine == "ray" else "give --engine ray, too"
-            raise typer.BadParameter(
-                f"--engine {engine} does not use it; {cure}", param_hint=f"--{name.replace('_', '-')}"
-            )
+            raise typer.BadParameter(f"--engine {engine} does not use it; {cure}", param_hint=f"--{name}")
 
 
 def _tell_of_options(script: str, arguments: Sequence[str], missing: Mapping[str, bool]) -> None:

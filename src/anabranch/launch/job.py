@@ -287,19 +287,11 @@ def _environment_of(attempt: Attempt, site: Site, role: Role, rank: int) -> dict
         for name in _RENDEZVOUS:
             env.pop(name, None)
     else:
-        env |= {
-            "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
-            "ROLE_RANK": str(rank),
-            "ROLE_NAME": "worker",
-            "ROLE_WORLD_SIZE": count,
-            JOB_VARIABLE: attempt.run_id,
-            "MASTER_ADDR": site.master[0],
-            "MASTER_PORT": str(site.master[1]),
-            "TORCHELASTIC_MAX_RESTARTS": "0",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        }
+        env |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", JOB_VARIABLE: attempt.run_id}
+        env |= {"ROLE_NAME": "worker", "ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": count}
+        env |= {"MASTER_ADDR": site.master[0], "MASTER_PORT": str(site.master[1])}
+        env |= {"TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
         errors = tempfile.gettempdir() if site.meeting is None else site.meeting.parent
         env["TORCHELASTIC_ERROR_FILE"] = os.path.join(errors, f"anabranch-{attempt.run_id}-{rank}.json")
         if site.meeting is None:  # a rank has its actor, and so its GPU, for itself
@@ -347,7 +339,5 @@ def _write_trace(path: Path, parts: list[ProcessTrace], names: Mapping[str, str]
     except OSError as error:
         return f"no trace was written to {path}: {error.strerror}"
     missing = f" ({wrote.dropped} more were dropped)" if wrote.dropped else ""
-    return (
-        f"the trace: {path}, {wrote.spans} spans of {wrote.processes} processes{missing}; open it at "
-        "https://ui.perfetto.dev"
-    )
+    what = f"{wrote.spans} spans of {wrote.processes} processes{missing}"
+    return f"the trace: {path}, {what}; open it at https://ui.perfetto.dev"

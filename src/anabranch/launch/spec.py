@@ -97,9 +97,7 @@ class JobSpec:
                 f"{(self.workers, self.max_workers)}"
             )
         if self.host is not None and not self.has_services:
-            raise ValueError(
-                f"host={self.host!r} is where servers and experts listen, but this job has none; leave it out"
-            )
+            raise ValueError(f"host={self.host!r} is where servers and experts listen; this job has none, leave it out")
         check_seconds(checkpoint_seconds=self.checkpoint_seconds)
         if self.trace is not None:
             check_trace_path(self.trace)

@@ -25,7 +25,7 @@ from anabranch.record.process import STATUS_VARIABLE, TRACE_VARIABLE
 _CODE = (
     "import sys; sys.path[:1] == [''] and sys.path.pop(0); from anabranch.launch.forks.fork_server import main; main()"
 )
-_SECONDS = 120.0  # for a fork; the first waits for the import of torch, from a cold disk, while other jobs run
+_SECONDS = 240.0  # for a fork; the first waits for the import of torch, from a cold disk, while other jobs run
 _END_SECONDS = 5.0
 _LONGEST_REPORT = 4096
 # Bytes of arguments that the server is started with so that its forks can show theirs; what is longer is cut. And how

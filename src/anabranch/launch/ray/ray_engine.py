@@ -113,8 +113,8 @@ class _Site(Site):
             self._attempt.check()
         if not placed:
             raise RayError(
-                f"the cluster had no room for the job within {_PLACE_SECONDS:.0f} s: it needs {bundles}, and available "
-                f"are {ray.available_resources()}; request less with --resources, or add nodes"
+                f"the cluster had no room within {_PLACE_SECONDS:.0f} s: the job needs {bundles}, and there are "
+                f"{ray.available_resources()}; request less with --resources, or add nodes"
             )
         self._places: dict[tuple[str, int], Any] = {
             place: PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
@@ -124,9 +124,8 @@ class _Site(Site):
             self._make_actor(role, rank)
         if spec.durability != "none" and spec.servers:
             self._attempt.tell(
-                f"parameter servers store the state of --durability {spec.durability} on their own node's disk, "
-                "which other nodes cannot read: it restores a server that dies there, but is lost with the node; then "
-                "--max-restarts resumes from the script's own checkpoint"
+                f"parameter servers store the state of --durability {spec.durability} on their own node's disk: it is "
+                "lost with the node; then --max-restarts resumes from the script's own checkpoint"
             )
         calls = [self._actors["parameters", shard].place.remote() for shard in range(spec.servers)]
         self._folders: dict[str, str] = dict(map(self._ask, calls))
@@ -207,8 +206,7 @@ class _Site(Site):
             self._blind = True
             self._attempt.tell(
                 f"{spec.role} {spec.rank}, and maybe others, runs on a node that does not see {os.getcwd()}, in a copy "
-                "of it shipped with the job: files that a script saves there by a relative path are lost; use shared "
-                "storage"
+                "of it: files that a script saves there by a relative path are lost; use shared storage"
             )
         self._attempt.job_file.began(spec.role, spec.rank, pid, spec.endpoint, elsewhere=True)
         return int(pid)
@@ -216,10 +214,8 @@ class _Site(Site):
     def _ask(self, reference: Any, seconds: float = _CALL_SECONDS) -> Any:
         """Return a call's result while the job is made ready, where a signal ends the wait."""
         until = time.monotonic() + seconds
-        while time.monotonic() < until:
+        while not self._ray.wait([reference], timeout=_LOOK_SECONDS)[0] and time.monotonic() < until:
             self._attempt.check()
-            if self._ray.wait([reference], timeout=_LOOK_SECONDS)[0]:
-                break
         self._attempt.check()
         return self._get(reference, _LOOK_SECONDS, waited=seconds)
 
@@ -229,23 +225,20 @@ class _Site(Site):
         try:
             return self._ray.get(reference, timeout=seconds)
         except exceptions.RuntimeEnvSetupError as error:
-            raise RayError(
-                f"Ray cannot ship {os.getcwd()} to its nodes: {_first_line(error)}; run the command in a small folder"
-            ) from None
+            text = f"Ray cannot ship {os.getcwd()} to its nodes: {_last_line(error)}; run the command in a small folder"
         except exceptions.GetTimeoutError:
-            raise RayError(
+            text = (
                 f"a node of the cluster has not answered in {waited or seconds:.0f} s; check `ray status`, the newest "
                 "files of Ray's logs there, and that Python's path has no space: Ray cannot start such a process"
-            ) from None
+            )
         except (exceptions.RayTaskError, exceptions.RayActorError) as error:
-            words = str(error)
-            if "No module named 'anabranch" in words:
-                raise RayError(
-                    "a node of the cluster does not have Anabranch: pip install 'anabranch[ray]' of this version on "
-                    "all nodes"
-                ) from None
             cause = getattr(error, "cause", None)
-            raise RayError(str(cause) if isinstance(cause, ValueError) else _first_line(error)) from None
+            text = str(cause) if isinstance(cause, ValueError) else _last_line(error)
+            if "No module named 'anabranch" in str(error):
+                text = (
+                    "a node of the cluster does not have Anabranch: pip install 'anabranch[ray]' of this version there"
+                )
+        raise RayError(text)
 
     def give_back(self) -> None:
         """End the actors, and with them their processes; bring here what these have recorded for the job's trace."""
@@ -262,9 +255,8 @@ class _Site(Site):
                 self._ray.kill(actor)
 
 
-def _first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1].strip() if lines else repr(error)
+def _last_line(error: BaseException) -> str:
+    return [repr(error), *filter(str.strip, str(error).splitlines())][-1].strip()
 
 
 # --- the connection to a cluster, its errors in one sentence each, and the resources that a role requests there
@@ -333,21 +325,19 @@ def connected(ray: ModuleType, address: str | None) -> Iterator[None]:
 
 
 def _check_answers(address: str | None) -> None:
-    if address in (None, "auto", "local"):
+    if address is None or address in ("auto", "local"):
         return
-    assert address is not None
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdecimal():
         raise RayError(
-            f"--address {address!r} is not HOST:PORT of a head node, such as 10.0.0.1:6379; `ray start --head` shows "
-            "it. Ray Client and job addresses cannot place a job's roles"
+            f"--address {address!r} is not HOST:PORT of a head node, such as 10.0.0.1:6379, as `ray start --head` "
+            "shows it; Ray Client and job addresses cannot place a job's roles"
         )
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS).close()
     except (OSError, OverflowError) as error:
         raise RayError(
-            f"nothing answers at {address} ({error}); start the head node there with `ray start --head --port {port}`, "
-            "or give the --address that it showed"
+            f"nothing answers at {address} ({error}); start the head node there with `ray start --head --port {port}`"
         ) from None
 
 

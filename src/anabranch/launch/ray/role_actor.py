@@ -155,8 +155,11 @@ class RoleActor:
             if output or code is not None or published.keys() != self._published or time.monotonic() > until:
                 break
         self._published = set(published)
-        stopped = code is None and process_state(process.pid) == "stopped"
-        return RoleEvents(output, code, self._new_status(process), time.monotonic(), stopped, published)
+        stopped, status = code is None and process_state(process.pid) == "stopped", b""
+        with suppress(OSError):  # there is none yet
+            text = process.log.with_suffix(".status").read_bytes()
+            status, self._status = b"" if text == self._status else text, text
+        return RoleEvents(output, code, status, time.monotonic(), stopped, published)
 
     def _see(self, files: Mapping[str, bytes]) -> None:
         if self._members is not None:
@@ -195,14 +198,6 @@ class RoleActor:
                 self._places[number] += len(data)
                 news.insert(0, (number + 1, data))
         return news
-
-    def _new_status(self, process: RoleProcess) -> bytes:
-        with suppress(OSError):  # there is none yet
-            text = process.log.with_suffix(".status").read_bytes()
-            if text != self._status:
-                self._status = text
-                return text
-        return b""
 
     def _environment(self, environment: Mapping[str, str]) -> dict[str, str]:
         own = {name: os.environ[name] for name in _OF_THE_NODE if name in os.environ}
@@ -342,7 +337,8 @@ class RemoteProcess(RoleProcess):
                 self._looks_stopped = self._looks_stopped + 1 if news.stopped else 0
                 self._report("stopped" if news.stopped else "running")
                 for stream, data in news.output:
-                    self._write(stream, data)
+                    with suppress(OSError):
+                        write_all(self._targets[stream - 1], data)
                 if news.code is not None and not news.output:
                     self._code = news.code
                     return
@@ -350,14 +346,12 @@ class RemoteProcess(RoleProcess):
             self.lost = True
             why = [*str(error).strip().splitlines(), repr(error)][0]
             what = "the Ray node of" if self.pid else "no Ray node for"
-            self._write(2, f"anabranch: {what} {self.role} {self.rank}{' was lost' * bool(self.pid)}: {why}\n".encode())
+            with suppress(OSError):
+                line = f"anabranch: {what} {self.role} {self.rank}{' was lost' * bool(self.pid)}: {why}\n"
+                write_all(self._targets[1], line.encode())
         finally:
             for descriptor in (*self._targets, self._end):
                 os.close(descriptor)
-
-    def _write(self, stream: int, data: bytes) -> None:
-        with suppress(OSError):
-            write_all(self._targets[stream - 1], data)
 
     def _news(self) -> RoleEvents:
         """Return what came since the last call; asks again if this process was stopped (Ctrl-Z) in between."""
