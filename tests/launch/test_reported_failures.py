@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from jobs import Script
+from jobs import Script, marked_processes
 
 from anabranch.cli.job_end import show_end
 from anabranch.errors import DeadlineExceeded, PeerLost
@@ -78,6 +80,27 @@ def test_ctrl_c_shows_no_traceback_and_where_the_checkpoint_lies(fails: Path, tm
     assert stops == "anabranch: SIGINT: stopping the workers (send it again to kill them)"
     assert checkpoint.startswith(f"anabranch: the last checkpoint: {tmp_path / 'saved'} (the job was at step ")
     assert "KeyboardInterrupt" in log.read_text()
+
+
+PRESSES = int(os.environ.get("ANABRANCH_PRESSES", "3"))  # more to look for what happens once in a hundred
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(PRESSES))
+def test_ctrl_c_at_a_random_moment_is_reported_in_two_lines(seed: int, fails: Path, tmp_path: Path, mark: str) -> None:
+    before, logs = marked_processes(mark), tmp_path / "logs"
+    with start_run("--workers", 4, "--log-dir", logs, fails, tmp_path / "saved", 9, patient=True) as job:
+        wait_until((logs / "job.json").exists)  # until then it is the tests' own program
+        time.sleep(random.Random(seed).uniform(0.0, 6.0))  # any moment will do, on any machine
+        job.send_signal(signal.SIGINT)
+        _, told = job.communicate(120.0)
+        assert job.wait() == 130
+    of_workers = ("waiting for rank", " rows a step", "that is killed or freezes: ")
+    lines = [line for line in told.splitlines() if not any(words in line for words in of_workers)]
+    assert [line[:24] for line in lines[:1]] == ["anabranch: SIGINT: stopp"]
+    assert [line for line in lines[1:] if not line.startswith("anabranch: the last checkpoint: ")] == [], told
+    assert len(lines) <= 2
+    assert marked_processes(mark) == before
 
 
 def test_the_path_of_a_checkpoint_cannot_move_the_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

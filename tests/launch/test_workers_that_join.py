@@ -132,21 +132,56 @@ TRAINS = """
 """
 
 
-@pytest.mark.parametrize("evaluates_at", [6, 99])
-def test_a_newcomer_whose_loop_counts_from_its_start_leaves(ended: Ends, tmp_path: Path, evaluates_at: int) -> None:
-    """Its evaluation comes in the middle of the others' training, or its training behind their end."""
-    source = """
+COUNTS = """
     with executor() as one:
         for number in range(10):
             train(one, one.step + 1, 4)
-            if number == int(sys.argv[1]):
+            if number == {evaluates_at}:
                 one.evaluate("validate")
-                one.save(sys.argv[2])
-    print("ended at", one.step)
-    """
-    texts = ended(TRAINS + source, evaluates_at, tmp_path / "saved").texts
-    assert "begin the loop where the job is: while executor.step < n" in texts[1]
-    assert ["ended at 10" in text for text in texts] == [True, False, True]
+                one.save(sys.argv[1] + "/saved")
+        print("ended at", one.step)
+"""
+OTHER_BATCHES = """
+    with executor(4 if joined else 6) as one:
+        train(one, 10, 3)
+        print("ended at", one.step)
+"""
+NOT_LET_IN = """
+    with executor(timeout=2.0 if joined else 60.0) as one:
+        train(one, 4, 3)
+        until = time.monotonic() + 60.0
+        while not joined and "it leaves" not in open(f"{sys.argv[1]}/worker-1.log").read():
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        train(one, 10)
+        print("ended at", one.step)
+"""
+LATER_EXECUTOR = """
+    with executor() as one:
+        train(one, 5)
+    with executor() as one:
+        train(one, 10, 3)
+        print("ended at", one.step)
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "why", "least"),
+    [
+        # Its evaluation comes in the middle of the others' training, or its training behind their end.
+        *[
+            (COUNTS.format(evaluates_at=at), "begin the loop where the job is: while executor.step < n", 3)
+            for at in (6, 99)
+        ],
+        (OTHER_BATCHES, "cannot join the others, and leaves: its loaders are not theirs", 3),
+        (NOT_LET_IN, "the others have not let this worker join them for 2 s: it leaves", 1),
+        (LATER_EXECUTOR, "they train in another Executor of the script", 3),
+    ],
+)
+def test_a_newcomer_that_cannot_join_leaves(ended: Ends, tmp_path: Path, source: str, why: str, least: int) -> None:
+    texts = ended(TRAINS + source, tmp_path, min_workers=least).texts
+    assert why in texts[1]
+    assert ["ended at 10" in text for text in texts] == [True, False, True], texts
 
 
 def test_a_newcomer_is_alone_until_its_first_run(ended: Ends, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,48 +386,16 @@ def test_a_step_of_a_pipe_in_one_process_is_done_again(ended: Ends) -> None:
 # What a newcomer cannot join, and what no other does for a lost worker.
 
 
-def test_a_newcomer_whose_batches_are_of_another_size_leaves(ended: Ends) -> None:
-    source = """
-    with executor(4 if joined else 6) as one:
-        train(one, 8, 3)
-        print("ended at", one.epoch, one.step)
-    """
-    texts = ended(TRAINS + source).texts
-    assert ["ended at 2 8" in text for text in texts] == [True, False, True], texts
-    assert "cannot join the others, and leaves: its loaders are not theirs" in texts[1]
-
-
-def test_others_are_replaced_when_a_newcomer_has_left_and_ends_late(ended: Ends) -> None:
-    source = """
-    try:
-        with executor(4 if joined and member == "1" else 6) as one:
-            train(one, 5, 3)
-            if member == "2" and not joined:
-                kill()
-            train(one, 8)
-    finally:
-        time.sleep(4.0 if joined and member == "1" else 0.0)
-    """
-    told = ended(TRAINS + source).told
-    assert "another takes its place" in told[-1], told
-
-
-@pytest.mark.parametrize("dies_in", ["first", "second"])
-def test_a_script_may_train_in_one_executor_after_the_other(ended: Ends, dies_in: str) -> None:
-    """A newcomer begins with the first: where the others are in the second already, it leaves."""
+def test_a_newcomer_trains_in_one_executor_after_the_other(ended: Ends) -> None:
     source = """
     with executor() as one:
-        train(one, 5, 3 if sys.argv[1] == "first" else None)
+        train(one, 5, 3)
     with executor() as one:
-        train(one, 5, 3 if sys.argv[1] == "second" else None)
+        train(one, 5)
         print("ended as", ab.job().rank, "of", ab.job().world_size)
     """
-    texts = ended(TRAINS + source, dies_in).texts
-    if dies_in == "first":
-        assert [f"ended as {rank} of 3" in text for rank, text in zip((0, 2, 1), texts, strict=True)] == [True] * 3
-    else:
-        assert [f"ended as {rank} of 2" in text for rank, text in zip((0, 9, 1), texts, strict=True)] == [1, 0, 1]
-        assert "they train in another Executor of the script" in texts[1]
+    texts = ended(TRAINS + source).texts
+    assert [f"ended as {rank} of 3" in text for rank, text in zip((0, 2, 1), texts, strict=True)] == [True] * 3
 
 
 def test_a_newcomer_is_told_the_epoch_exactly(ended: Ends, tmp_path: Path) -> None:
@@ -502,20 +505,6 @@ def test_a_newcomer_does_not_wait_for_the_save_of_a_worker_that_died_as_it_joine
     assert not job.outcome.timed_out
     assert "rank 0 was lost, and may not have written the save of step 2" in job.texts[1]
     assert all("ends" in text for text in job.texts[1:]), job.texts
-
-
-def test_a_newcomer_that_nobody_lets_in_leaves(ended: Ends, tmp_path: Path) -> None:
-    source = """
-    with executor(timeout=2.0 if joined else 60.0) as one:
-        train(one, 4, 3)
-        until = time.monotonic() + 60.0
-        while not joined and "it leaves" not in open(f"{sys.argv[1]}/worker-1.log").read():
-            assert time.monotonic() < until
-            time.sleep(0.1)
-        train(one, 5)
-    """
-    texts = ended(TRAINS + source, tmp_path, min_workers=1).texts
-    assert "the others have not let this worker join them for 2 s: it leaves" in texts[1]
 
 
 def test_a_stop_ends_the_wait_for_a_replacement(ended: Ends, tmp_path: Path) -> None:
