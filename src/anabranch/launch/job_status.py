@@ -327,9 +327,9 @@ def _with_facts(role: RoleStatus, facts: Mapping[str, Any]) -> RoleStatus:
     if doing is not None:
         known |= {"doing": ACTIVITIES[doing["name"]], "doing_seconds": _seconds_since(doing)}
     longest = next((one for one in opened if one["name"] == "wait"), None)
-    if role.state == "running" and longest is None:  # a frozen one does not wait
-        known["crossing"] = run.get("bytes_per_second", {})
-    elif role.state == "running":
+    if longest is None or role.state != "running":  # a frozen one does not wait
+        known["crossing"] = run.get("bytes_per_second", {}) if role.state == "running" else {}
+    else:
         known |= {"state": "waiting", "waiting_for": longest["peer"], "waiting_seconds": _seconds_since(longest)}
         known |= {"waiting_limit": longest.get("limit"), "operation": longest["operation"]}
     return replace(role, **known)

@@ -144,9 +144,11 @@ class RoleActor:
     def follow(self, files: Mapping[str, bytes]) -> RoleEvents:
         """Let the process see what the launcher has published; return the news since the last call, once some come."""
         self._see(files)
-        process, seconds = self._process, _NEWS_SECONDS if self._members is None else _PUBLISHED_SECONDS
+        process = self._process
         assert process is not None, "started"
-        until = time.monotonic() + seconds
+        # One that is frozen sees nothing, and is looked at twice, the longer time apart.
+        soon = self._members is not None and not process.frozen
+        until = time.monotonic() + (_PUBLISHED_SECONDS if soon else _NEWS_SECONDS)
         while True:
             code = self._reap(_LOOK_SECONDS)  # what it wrote before that is in the files by now
             output = self._new_output()
