@@ -8,9 +8,10 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
-from jobs import MARK, marked_processes
+from jobs import MARK, Ended, Ends, launch, marked_processes
 
 from anabranch.launch import local
 from anabranch.launch.forks.launcher_side import ForkServer, kept_fork_server
@@ -48,6 +49,21 @@ def script(tmp_path: Path) -> Callable[[str], Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def ended(script: Callable[[str], Path], tmp_path: Path) -> Ends:
+    """Runs a script as a job of three workers to its end, which has this exit code."""
+
+    def run(source: str, *arguments: object, code: int = 0, workers: int = 3, **options: Any) -> Ended:
+        told, words = list[str](), [str(argument) for argument in arguments]
+        options = {"log_dir": tmp_path, "seconds": 120.0, "tell": told.append, "workers": workers} | options
+        outcome = launch(script(source), words, **options)
+        texts = [log.read_text() for log in sorted(options["log_dir"].glob("worker-*.log"))]
+        assert outcome.exit_code == code, "\n".join([*told, *(log.read_text() for log in tmp_path.glob("*.log"))])
+        return Ended(outcome, told, texts)
+
+    return run
 
 
 @pytest.fixture

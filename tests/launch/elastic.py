@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -84,53 +85,45 @@ def drawn_after(count: int, seed: int) -> float:
     return float(torch.rand(count + 1, generator=generator)[-1])
 
 
+def chosen(*values: Iterable[object]) -> list[Any]:
+    """Few cases that have every pair of two values."""
+    from covering import pairwise  # here: the job's processes do not find it
+
+    return [case.values for case in pairwise(*values, slow=False)]
+
+
+PLAN = {
+    "mode": None, "misses": {}, "gloo": False, "function": False, "accumulate": 1, "clip": 0.3, "cache": False,
+    "freezes": False, "evaluates": False, "exports": False, "background": False, "reduces": False, "waits": -1,
+    "hosts": False, "strikes": None,
+}  # fmt: skip
+
+
 def train(
     folder: Path,
     deaths: Deaths,
     *,
-    mode: str | None = None,
     workers: int = 3,
-    misses: dict[int, tuple[int, str, int]] | None = None,
-    gloo: bool = False,
-    function: bool = False,
-    accumulate: int = 1,
-    clip: float | None = 0.3,
-    cache: bool = False,
     least: int | None = 1,
-    freezes: bool = False,
-    evaluates: bool = False,
-    exports: bool = False,
-    background: bool = False,
-    reduces: bool = False,
     joiners: Deaths | None = None,
     restarts: int = 0,
-    waits: int = -1,
-    hosts: bool = False,
     left: int | None = None,
     last: bool = False,
     steps: int = STEPS,
     durability: str = "none",
-    strikes: str | None = None,
+    **options: Any,
 ) -> tuple[JobOutcome, list[str]]:
     """Train, and check that all have what the undisturbed run has; return the end and what was told.
 
-    ``mode``: that of a job with two servers. ``left``: so many are there at the end; by default those that do not die.
-    ``joiners``: deaths of replacements. ``strikes``: the signal that who dies first sends a server.
-    ``last``: who dies does so in the last step, for which nobody needs to meet.
+    ``options``: of ``PLAN``. ``mode``: that of a job with two servers. ``left``: so many are there at the end; by
+    default those that do not die. ``joiners``: deaths of replacements. ``strikes``: the signal that who dies first
+    sends a server. ``last``: who dies does so in the last step, for which nobody needs to meet.
     """
-    plan = {"deaths": deaths, "misses": misses or {}, "gloo": gloo, "function": function, "accumulate": accumulate}
-    plan |= {"freezes": freezes, "evaluates": evaluates, "joiners": joiners or {}, "waits": waits, "workers": workers}
-    plan |= {
-        "hosts": hosts,
-        "exports": exports,
-        "steps": steps,
-        "reduces": reduces,
-        "mode": mode,
-        "clip": clip,
-        "cache": cache,
-    }
+    assert options.keys() <= PLAN.keys()
+    plan: dict[str, Any] = {**PLAN, **options, "deaths": deaths, "joiners": joiners or {}, "workers": workers}
+    mode, accumulate = plan["mode"], plan["accumulate"]
     records, logs, told = folder / "records", folder / "logs", list[str]()
-    plan |= {"background": background, "strikes": strikes, "logs": str(logs)}
+    plan |= {"steps": steps, "logs": str(logs)}
     records.mkdir()
     logs.mkdir()
     outcome = launch(
@@ -142,7 +135,7 @@ def train(
     assert {one.code for one in outcome.services} <= {0}, (outcome.services, told)
     ends = lines(records, "end")
     steps = ends[0]["steps"]
-    expected = Undisturbed(function=function, accumulate=accumulate, clip=clip, steps=steps)
+    expected = Undisturbed(function=plan["function"], accumulate=accumulate, clip=plan["clip"], steps=steps)
     if left is None:
         left = workers - len(deaths)
     assert len(ends) == left
@@ -169,9 +162,9 @@ def train(
     for name, values in (("losses", expected.losses), ("scores", expected.scores)):
         for one in lines(records, name):
             assert one["loss"] == pytest.approx(values[one["run"]], abs=1e-12)
-    if evaluates:
+    if plan["evaluates"]:
         assert ab.checkpoint.read(records / "saved").state["ranks"][0]["counts"]["train"]["steps"] == steps
-    if exports:
+    if plan["exports"]:
         last = max(lines(records, "states"), key=lambda one: (one["run"], bool(one["state"])))["state"]
         with safe_open(records / "exported" / "model.safetensors", "pt") as file:
             exported = {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118 - no mapping

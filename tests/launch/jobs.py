@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,19 @@ HURRIED = Patience(failure=0.3, stop=0.3, drain=0.5)
 """For processes that do not end by themselves."""
 PATIENT = Patience(failure=60.0, stop=60.0, drain=60.0)
 """For those that do, however busy the machine is."""
+
+
+@dataclass
+class Ended:
+    """A job that has ended, what was told of it, and what each worker wrote."""
+
+    outcome: JobOutcome
+    told: list[str]
+    texts: list[str]
+
+
+Script, Ends = Callable[[str], Path], Callable[..., Ended]
+"""The types of the fixtures ``script`` and ``ended``."""
 
 
 def launch(

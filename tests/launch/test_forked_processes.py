@@ -6,11 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jobs import HURRIED, launch
+from jobs import HURRIED, Ends, Script, launch
 
 from anabranch.launch.forks import launcher_side
 from anabranch.launch.forks.launcher_side import ForkServer, ForkServerError, why_no_fork_server, why_not_forked
@@ -19,8 +18,6 @@ from anabranch.launch.supervision.orphans import adopt_orphans
 from anabranch.testing import LocalJob
 from launched import start_launcher
 from waiting import wait_until
-
-Script = Callable[[str], Path]
 
 # Whether a script was forked: only then has somebody imported torch before it.
 FACTS = """
@@ -56,15 +53,10 @@ print(json.dumps({
 }))
 """
 # What no two processes, or no two jobs, have in common.
-OWN = (
-    "ANABRANCH_JOB",
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_ERROR_FILE",
-    "MASTER_PORT",
-    "ANABRANCH_STATUS",
-    "ANABRANCH_MEETING",
-    "ANABRANCH_MEMBERS",
-)
+OWN = {
+    *("ANABRANCH_JOB", "ANABRANCH_STATUS", "ANABRANCH_MEETING", "ANABRANCH_MEMBERS", "MASTER_PORT"),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"),
+}
 
 
 def seen(script: Path, *arguments: str, spawn: bool, workers: int = 1) -> tuple[dict[str, object], ...]:
@@ -133,16 +125,9 @@ def test_every_end_is_that_of_a_process_that_was_started(
 
 
 def test_threads_are_as_many_as_the_environment_says(script: Script) -> None:
-    path = script(
-        """
-        import json, os, sys
-        assert "torch" in sys.modules, "forked"
-        import torch
-        print(json.dumps({"threads": torch.get_num_threads(), "variable": os.environ.get("OMP_NUM_THREADS")}))
-        """
-    )
-    (found,) = LocalJob(environment={"OMP_NUM_THREADS": "2"}).run(path).check().results
-    assert found == {"threads": min(2, len(os.sched_getaffinity(0))), "variable": "2"}
+    path = script("import json, sys; print(json.dumps({'threads': sys.modules['torch'].get_num_threads()}))")
+    (shown,) = LocalJob(environment={"OMP_NUM_THREADS": "2"}).run(path).check().results
+    assert shown == {"threads": min(2, len(os.sched_getaffinity(0)))}
 
 
 @pytest.mark.parametrize(
@@ -163,24 +148,20 @@ def test_a_directory_or_an_archive_is_run_by_a_plain_process(tmp_path: Path) -> 
     assert LocalJob().run(folder).check().results == ({"forked": False},)
 
 
-def test_the_fork_server_has_one_thread_and_nothing_open_but_its_channel(fork_server: ForkServer) -> None:
-    fork_server._meet()
+def test_the_fork_server_has_one_thread_opens_nothing_and_ignores_the_signals_that_end_a_job(
+    script: Script, tmp_path: Path, fork_server: ForkServer
+) -> None:
+    """A Ctrl-C goes to it too, and a restarted worker is forked from it."""
+    program = PythonProgram(str(script("print('here')")))
+    assert end_and_words(program, tmp_path / "log", fork_server) == (0, "here\n")
     here = Path("/proc", str(fork_server.pid))
     assert len(list((here / "task").iterdir())) == 1
     sockets = [path.name for path in (here / "fd").iterdir() if os.readlink(path).startswith("socket:")]
     assert sockets == ["0"]
     assert (here / "comm").read_text() == "fork-server\n"
     assert (here / "cmdline").read_text().rstrip("\0") == "anabranch: fork server"
-
-
-def test_the_fork_server_ignores_the_signals_that_end_a_job(
-    script: Script, tmp_path: Path, fork_server: ForkServer
-) -> None:
-    """A Ctrl-C goes to it too, and a restarted worker is forked from it."""
-    fork_server._meet()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(fork_server.pid, number)
-    program = PythonProgram(str(script("print('here')")))
     assert end_and_words(program, tmp_path / "log", fork_server) == (0, "here\n")
 
 
@@ -208,8 +189,8 @@ def test_a_job_without_a_working_fork_server_says_so_and_runs_in_plain_processes
         path = script("import sys; print('torch' in sys.modules)")
         assert launch(path, workers=2, log_dir=tmp_path, server=server, tell=told.append).exit_code == 0
     assert (tmp_path / "worker-1.log").read_text() == "False\n"
-    assert len(told) == 1
-    assert told[0].startswith("starting plain processes, which takes longer: the fork server")
+    (line,) = told
+    assert line.startswith("starting plain processes, which takes longer: the fork server")
 
 
 @pytest.mark.slow
@@ -266,9 +247,8 @@ def test_a_gpu_makes_plain_processes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert why_no_fork_server({"CUDA_VISIBLE_DEVICES": ""}) is None
 
 
-def test_a_lost_rendezvous_ends_the_job_and_is_named(script: Script, tmp_path: Path) -> None:
-    path = script(
-        """
+def test_a_lost_rendezvous_ends_the_job_and_is_named(ended: Ends) -> None:
+    source = """
         import os, pathlib, signal, time
         for path in pathlib.Path("/proc").glob("[0-9]*/comm"):
             try:
@@ -280,8 +260,6 @@ def test_a_lost_rendezvous_ends_the_job_and_is_named(script: Script, tmp_path: P
                 os.kill(int(path.parent.name), signal.SIGKILL)
         time.sleep(600)
         """
-    )
-    outcome = launch(path, log_dir=tmp_path, patience=HURRIED)
-    assert outcome.exit_code == 1
-    assert outcome.first_failure is not None
-    assert outcome.first_failure.describe().startswith("rendezvous 0 (pid ")
+    failure = ended(source, code=1, workers=1, patience=HURRIED).outcome.first_failure
+    assert failure is not None
+    assert failure.describe().startswith("rendezvous 0 (pid ")

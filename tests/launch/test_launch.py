@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jobs import HURRIED, PATIENT, launch, marked_processes
+from jobs import HURRIED, PATIENT, Ends, marked_processes
 
 from anabranch.launch import Patience
-
-Script = Callable[[str], Path]
 
 # Starts a child in the worker's group and one in a session of its own, as daemons are.
 GRANDCHILDREN = """
@@ -35,16 +32,15 @@ os._exit(0)
 """
 
 
-def test_grandchildren_end_with_the_job_and_are_reaped(script: Script, tmp_path: Path, mark: str) -> None:
+def test_grandchildren_end_with_the_job_and_are_reaped(ended: Ends, mark: str) -> None:
     before = children()
-    assert launch(script(GRANDCHILDREN + DIED_UNNOTICED), workers=2, log_dir=tmp_path).exit_code == 0
+    ended(GRANDCHILDREN + DIED_UNNOTICED, workers=2)
     assert marked_processes(mark) == []
     assert children() == before
 
 
-def test_a_worker_that_failed_because_another_was_lost_is_not_the_first(script: Script, tmp_path: Path) -> None:
-    path = script(
-        """
+def test_a_worker_that_failed_because_another_was_lost_is_not_the_first(ended: Ends, tmp_path: Path) -> None:
+    source = """
         import os, sys, pathlib, time
         seen = pathlib.Path(sys.argv[1])
         if os.environ["RANK"] == "1":
@@ -56,35 +52,29 @@ def test_a_worker_that_failed_because_another_was_lost_is_not_the_first(script: 
         time.sleep(0.1)  # later by every clock, and yet the cause
         os.kill(os.getpid(), 9)
         """
-    )
-    outcome = launch(path, [str(tmp_path / "seen")], workers=2, log_dir=tmp_path, patience=PATIENT)
+    outcome = ended(source, tmp_path / "seen", code=1, workers=2, patience=PATIENT).outcome
     assert [exit_.code for exit_ in outcome.exits] == [-9, 1]
     assert outcome.first_failure is outcome.exits[0]
 
 
-def test_the_first_failure_is_named_and_the_others_are_stopped(script: Script, tmp_path: Path) -> None:
-    told: list[str] = []
-    path = script(
-        """
+def test_the_first_failure_is_named_and_the_others_are_stopped(ended: Ends) -> None:
+    source = """
         import os, time
         if os.environ["RANK"] == "1":
             raise RuntimeError("first")
         time.sleep(600)
         """
-    )
-    patience = Patience(failure=0.3, stop=60.0)
-    outcome = launch(path, workers=3, log_dir=tmp_path, patience=patience, tell=told.append)
-    assert outcome.exit_code == 1
+    job = ended(source, code=1, patience=Patience(failure=0.3, stop=60.0))
+    outcome = job.outcome
     assert [exit_.code for exit_ in outcome.exits] == [-signal.SIGTERM, 1, -signal.SIGTERM]
     assert outcome.first_failure is outcome.exits[1]
     assert outcome.exits[1].last_words().splitlines()[-1] == "RuntimeError: first"
     assert outcome.exits[1].describe().startswith("rank 1 ")
-    assert told == ["rank 1 failed; stopping the 2 other workers"]
+    assert job.told == ["rank 1 failed; stopping the 2 other workers"]
 
 
-def test_the_others_have_time_to_report_their_errors(script: Script, tmp_path: Path) -> None:
-    path = script(
-        """
+def test_the_others_have_time_to_report_their_errors(ended: Ends, tmp_path: Path) -> None:
+    source = """
         import os, pathlib, sys, time
         pid = pathlib.Path(sys.argv[1])
         if os.environ["RANK"] == "1":
@@ -95,34 +85,28 @@ def test_the_others_have_time_to_report_their_errors(script: Script, tmp_path: P
             time.sleep(0.005)
         sys.exit("rank 1 is gone")
         """
-    )
-    outcome = launch(path, [str(tmp_path / "pid")], workers=2, log_dir=tmp_path, patience=Patience(failure=60.0))
+    outcome = ended(source, tmp_path / "pid", code=1, workers=2, patience=Patience(failure=60.0)).outcome
     assert [(exit_.code, exit_.stopped) for exit_ in outcome.exits] == [(1, False), (3, False)]
     assert outcome.first_failure is outcome.exits[1]
     assert outcome.exits[0].last_words() == "rank 1 is gone"
 
 
-def test_a_worker_that_ignores_signals_or_is_frozen_is_killed(script: Script, tmp_path: Path) -> None:
-    path = script(
-        """
+def test_a_worker_that_ignores_signals_or_is_frozen_is_killed(ended: Ends, tmp_path: Path) -> None:
+    source = """
         import os, signal, sys, time
-        if os.environ["RANK"] == "0":
+        if os.environ["RANK"] != "2":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             print("ready", flush=True)
-            time.sleep(600)
-        if os.environ["RANK"] == "1":
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            print("ready", flush=True)
-            os.kill(os.getpid(), signal.SIGSTOP)
+            if os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(600)
         for log in sys.argv[1:]:
             while "ready" not in open(log).read():
                 time.sleep(0.01)
         sys.exit(1)
         """
-    )
-    logs = [str(tmp_path / f"worker-{rank}.log") for rank in range(2)]
-    outcome = launch(path, logs, workers=3, log_dir=tmp_path, patience=HURRIED)
+    logs = [tmp_path / f"worker-{rank}.log" for rank in range(2)]
+    outcome = ended(source, *logs, code=1, patience=HURRIED).outcome
     assert [exit_.code for exit_ in outcome.exits] == [-signal.SIGKILL, -signal.SIGKILL, 1]
 
 
@@ -130,12 +114,10 @@ def test_a_worker_that_ignores_signals_or_is_frozen_is_killed(script: Script, tm
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=lambda n: str(n)
 )
 def test_a_signal_to_the_launcher_stops_all_also_a_frozen_one(
-    script: Script, tmp_path: Path, number: signal.Signals, code: int
+    ended: Ends, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     # Rank 1 freezes itself and is woken to meet the signal; rank 0 sends it to the launcher, its parent.
-    path = script(
-        GRANDCHILDREN
-        + """
+    source = """
 import os, pathlib, signal, sys, time
 if os.environ["RANK"] == "1":
     print("ready", flush=True)
@@ -148,25 +130,18 @@ if os.environ["RANK"] == "0":
 while True:
     time.sleep(0.01)
 """
-    )
-    before = signal.getsignal(number)
-    outcome = launch(
-        path, [str(tmp_path / "worker-1.log"), str(int(number))], workers=2, log_dir=tmp_path, patience=PATIENT
-    )
+    before, words = signal.getsignal(number), [tmp_path / "worker-1.log", int(number)]
+    outcome = ended(GRANDCHILDREN + source, *words, code=code, workers=2, patience=PATIENT).outcome
     assert outcome.interrupted == number
-    assert outcome.exit_code == code
     assert all(exit_.stopped for exit_ in outcome.exits)
     assert all(exit_.code != -signal.SIGKILL for exit_ in outcome.exits)
     assert outcome.first_failure is None
     assert signal.getsignal(number) is before
 
 
-def test_a_signal_that_arrives_twice_at_once_counts_once(
-    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_that_arrives_twice_at_once_counts_once(ended: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anabranch.launch.supervision.signals.ECHO_SECONDS", 60.0)
-    path = script(
-        """
+    source = """
         import os, signal, sys, time
         def drain(*_):
             os.kill(os.getppid(), signal.SIGTERM)   # the echo
@@ -178,16 +153,12 @@ def test_a_signal_that_arrives_twice_at_once_counts_once(
         while True:  # one long sleep would not end for a signal that comes just before it begins
             time.sleep(0.01)
         """
-    )
-    outcome = launch(path, log_dir=tmp_path)
-    assert outcome.exit_code == 0
-    assert (tmp_path / "worker-0.log").read_text() == "drained\n"
+    assert ended(source, workers=1).texts == ["drained\n"]
 
 
-def test_the_same_signal_again_kills_at_once(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_signal_again_kills_at_once(ended: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anabranch.launch.supervision.signals.ECHO_SECONDS", 0.0)
-    path = script(
-        """
+    source = """
         import os, signal, time
         def again(*_):
             os.kill(os.getppid(), signal.SIGINT)
@@ -196,42 +167,31 @@ def test_the_same_signal_again_kills_at_once(script: Script, tmp_path: Path, mon
         while True:
             time.sleep(1)
         """
-    )
-    told: list[str] = []
-    outcome = launch(path, log_dir=tmp_path, patience=PATIENT, tell=told.append)
-    assert outcome.exit_code == 130
-    assert outcome.exits[0].code == -signal.SIGKILL
-    assert told[1:] == ["SIGINT again: killing the workers", "rank 0 did not stop; killing it"]
+    job = ended(source, code=130, workers=1, patience=PATIENT)
+    assert job.outcome.exits[0].code == -signal.SIGKILL
+    assert job.told[1:] == ["SIGINT again: killing the workers", "rank 0 did not stop; killing it"]
 
 
-def test_last_words_begin_at_the_exception_that_led_to_the_last(script: Script, tmp_path: Path) -> None:
-    path = script(
-        """
+def test_last_words_begin_at_the_exception_that_led_to_the_last(ended: Ends) -> None:
+    source = """
         print("noise")
         try:
             {}["absent"]
         except KeyError as error:
             raise RuntimeError("no such key") from error
         """
-    )
-    words = launch(path, log_dir=tmp_path).exits[0].last_words().splitlines()
+    words = ended(source, code=1, workers=1).outcome.exits[0].last_words().splitlines()
     assert words[0] == "Traceback (most recent call last):"
     assert words.count(words[0]) == 2
     assert words[-1] == "RuntimeError: no such key"
 
 
-def test_workers_share_the_cores_unless_the_user_says_otherwise(
-    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = script("import os; print(os.environ.get('OMP_NUM_THREADS'))")
+def test_workers_share_the_cores_unless_the_user_says_otherwise(ended: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "import os; print(os.environ.get('OMP_NUM_THREADS'))"
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    log = tmp_path / "worker-0.log"
-    launch(path, workers=2, log_dir=tmp_path)
-    assert log.read_text() == f"{max(1, len(os.sched_getaffinity(0)) // 2)}\n"
+    assert ended(source, workers=2).texts[0] == f"{max(1, len(os.sched_getaffinity(0)) // 2)}\n"
     descriptors = len(os.listdir("/proc/self/fd"))
-    launch(path, workers=1, log_dir=tmp_path)
-    assert log.read_text() == "None\n"
+    assert ended(source, workers=1).texts[0] == "None\n"
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    launch(path, workers=2, log_dir=tmp_path)
-    assert log.read_text() == "3\n"
+    assert ended(source, workers=2).texts[0] == "3\n"
     assert len(os.listdir("/proc/self/fd")) == descriptors, "launching leaves none open"

@@ -5,17 +5,13 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jobs import launch
+from jobs import Ends, Script, launch
 
-from anabranch.launch.meeting.rendezvous import Rendezvous
 from launched import run, start_run
 from waiting import wait_until
-
-Script = Callable[[str], Path]
 
 
 def test_a_second_job_gets_a_folder_of_its_own(script: Script, tmp_path: Path) -> None:
@@ -61,20 +57,9 @@ def test_a_folder_that_a_cleaner_removes_does_not_fail_the_job(script: Script, t
     assert done.returncode == 0, done.stderr
 
 
-def test_pipes_in_a_log_folder_do_not_hang_the_job(script: Script, tmp_path: Path) -> None:
-    """Each waited for a reader, or a writer, and no signal ended that."""
-    for name in ("worker-0.log", "worker-1.log", "rendezvous-0.log", "worker-0.error", "worker-1.status", "job.json"):
-        os.mkfifo(tmp_path / name)
-    path = script("import os, sys; print('hello'); sys.exit(os.environ['RANK'] == '1')")
-    done = run("--workers", 2, "--log-dir", tmp_path, path, timeout=60.0)
-    assert (done.returncode, done.stdout) == (1, "hello\n"), done.stderr
-    assert "rank 1" in done.stderr
-
-
-def test_workers_meet_through_a_file_that_no_other_user_can_reach(script: Script, tmp_path: Path) -> None:
+def test_workers_meet_through_a_file_that_no_other_user_can_reach_and_the_store_is_on_the_loopback(ended: Ends) -> None:
     """Anybody on the machine could overwrite the addresses in the store of a starting job."""
-    path = script(
-        """
+    source = """
         import os, pathlib, stat
         import anabranch as ab, torch
         from torch.distributed.distributed_c10d import _get_default_store
@@ -85,14 +70,17 @@ def test_workers_meet_through_a_file_that_no_other_user_can_reach(script: Script
         store = _get_default_store()
         while hasattr(store, "underlying_store"):
             store = store.underlying_store
-        print(type(store).__name__)
+        rows = [row.split() for name in ("tcp", "tcp6") for row in open(f"/proc/net/{name}").readlines()[1:]]
+        listening = [row[1].split(":") for row in rows if row[3] == "0A"]
+        port = int(os.environ["MASTER_PORT"])
+        print(type(store).__name__, {address for address, at in listening if int(at, 16) == port})
         """
-    )
-    outcome = launch(path, workers=2, log_dir=tmp_path)
-    assert (outcome.exit_code, (tmp_path / "worker-1.log").read_text()) == (0, "FileStore\n")
+    assert ended(source, workers=2).texts[1] == "FileStore {'0100007F'}\n"
 
 
-def test_a_machine_without_a_loopback_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_loopback_interface_is_named(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     connect = socket.socket.connect
 
     def unreachable(self: socket.socket, address: tuple[str, int]) -> None:
@@ -102,20 +90,4 @@ def test_a_machine_without_a_loopback_interface_is_named(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(socket.socket, "connect", unreachable)
     with pytest.raises(ConnectionError, match=r"its own address 127\.0\.0\.1: Network is unreachable"):
-        Rendezvous(None)
-
-
-LISTENING = "0A"
-LOOPBACK = "0100007F"
-
-
-def listening_addresses(port: int) -> set[str]:
-    """The local addresses, in the kernel's hexadecimal, on which somebody listens at the port."""
-    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
-    ends = [row[1].split(":") for row in rows if row[3] == LISTENING]
-    return {address for address, end in ends if int(end, 16) == port}
-
-
-def test_the_store_listens_on_the_loopback_alone() -> None:
-    with Rendezvous(None) as rendezvous:
-        assert listening_addresses(rendezvous.port) == {LOOPBACK}
+        launch(script(""), log_dir=tmp_path)

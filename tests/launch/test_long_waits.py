@@ -54,12 +54,9 @@ def test_a_wait_is_reported_after_ten_seconds_and_then_less_and_less_often() -> 
     assert told.look(role("worker 0", "waiting", 11.0, "worker 1")) == ["rank 0 waits for rank 1 in pull (11 s)"]
 
 
-def test_a_line_gives_the_deadline_of_a_wait_where_it_is_known() -> None:
+def test_a_line_gives_the_deadline_of_a_wait_where_it_is_known_and_names_do_not_move_the_cursor() -> None:
     waits = replace(role("worker 0", "waiting", 12.0, "worker 1", "all_reduce"), waiting_limit=599.6)
     assert Told().look(waits) == ["rank 0 waits for rank 1 in all_reduce (12 s, at most 600 s)"]
-
-
-def test_names_from_other_processes_do_not_move_the_cursor() -> None:
     waits = role("worker 0", "waiting", 12.0, "expert \x1b[2Jffn.0\n", "forward\r")
     assert Told().look(waits) == ["rank 0 waits for expert ?[2Jffn.0? in forward? (12 s)"]
 
@@ -89,12 +86,9 @@ def test_activities_of_workers_are_reported_once_and_again_when_they_last() -> N
         assert len(f"anabranch: rank 10 {words} (100 s)") <= 79
 
 
-def test_the_time_for_which_everything_was_stopped_is_no_wait() -> None:
+def test_the_time_for_which_everything_was_stopped_is_no_wait_and_a_folder_that_is_gone_has_none() -> None:
     """After Ctrl-Z and `fg` the screen named those that had waited when everything was stopped."""
     assert Told().look(role("worker 0", "waiting", 60.0, "worker 1"), stopped=True) == []
-
-
-def test_a_folder_that_is_gone_is_passed_over() -> None:
     assert Told().look() == []
 
 

@@ -6,17 +6,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jobs import launch
+from jobs import Script, launch
 
 from anabranch.job import JOB_VARIABLE, MEETING_VARIABLE
 from anabranch.liveness.membership import MEMBER_VARIABLE, MEMBERS_VARIABLE
 from anabranch.record.process import STATUS_VARIABLE
 
-Script = Callable[[str], Path]
 LIMIT = 200.0
 
 

@@ -7,24 +7,23 @@ served where a test says so.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from jobs import HURRIED, PATIENT, launch, marked_processes
+from jobs import HURRIED, PATIENT, Ends, Script, marked_processes
 
 from anabranch.errors import RemoteError
 from anabranch.launch import Patience, RestartBudget
 from anabranch.launch.meeting.addresses import tcp_place
 from anabranch.launch.supervision import budget
 from anabranch.launch.supervision.worker import RoleProcess
-from anabranch.testing import LocalJob
+from anabranch.testing import JobResult, LocalJob
 from anabranch.transport import Server, make_keys
 from covering import slow_except
 from launched import start_run
 from waiting import wait_until
 
-Script = Callable[[str], Path]
 LIMIT = 200.0
 
 # An expert process without experts: it says that it is there, and that it was told to stop.
@@ -54,10 +53,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RoleProcess, "has_served", lambda process: True)
 
 
-def test_services_know_their_role_and_are_stopped_when_the_workers_have_ended(script: Script, tmp_path: Path) -> None:
-    path = script(
-        STANDS_BY
-        + """
+def test_services_know_their_role_and_are_stopped_when_the_workers_have_ended(ended: Ends, tmp_path: Path) -> None:
+    source = """
 print(role, rank, os.environ["WORLD_SIZE"], os.environ["ANABRANCH_EXPERTS"], os.environ["ANABRANCH_DIRECTORY"][:5],
       "MASTER_PORT" in os.environ, flush=True)
 if role == "expert":
@@ -65,76 +62,55 @@ if role == "expert":
 wait_for("ready-0")
 wait_for("ready-1")
 """
-    )
-    outcome = launch(path, [str(tmp_path)], workers=1, experts=2, log_dir=tmp_path)
-    assert outcome.exit_code == 0
-    assert outcome.first_failure is None
-    assert [(exit_.role, exit_.rank, exit_.code) for exit_ in outcome.services] == [("expert", 0, 0), ("expert", 1, 0)]
-    assert (tmp_path / "worker-0.log").read_text() == "worker 0 1 2 unix: True\n"
+    job = ended(STANDS_BY + source, tmp_path, workers=1, experts=2)
+    assert job.outcome.first_failure is None
+    assert [(one.role, one.rank, one.code) for one in job.outcome.services] == [("expert", 0, 0), ("expert", 1, 0)]
+    assert job.texts == ["worker 0 1 2 unix: True\n"]
     for rank in range(2):
         assert (tmp_path / f"expert-{rank}.log").read_text() == f"expert {rank} 2 2 unix: False\ndrained\n"
 
 
-def test_a_service_that_was_still_starting_is_not_a_failure(script: Script, tmp_path: Path) -> None:
-    path = script("import os, time; time.sleep(600 if 'ANABRANCH_ROLE' in os.environ else 0)")
-    outcome = launch(path, workers=1, servers=1, experts=1, log_dir=tmp_path)
-    assert outcome.exit_code == 0
+def test_a_service_that_was_still_starting_is_not_a_failure(ended: Ends, tmp_path: Path) -> None:
+    source = "import os, time; time.sleep(600 if 'ANABRANCH_ROLE' in os.environ else 0)"
+    ended(source, workers=1, servers=1, experts=1)
     assert {log.name for log in tmp_path.glob("*.log")} == {"worker-0.log", "parameters-0.log", "expert-0.log"}
 
 
-def test_a_service_that_does_not_stop_is_killed_and_the_job_a_failure(script: Script, tmp_path: Path) -> None:
-    path = script(
-        STANDS_BY
-        + """
+def test_a_service_that_does_not_stop_is_killed_and_the_job_a_failure(ended: Ends, tmp_path: Path) -> None:
+    source = """
 if role == "expert":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     (here / "ready-0").touch()
     time.sleep(600)
 wait_for("ready-0")
 """
-    )
-    told: list[str] = []
-    outcome = launch(path, [str(tmp_path)], experts=1, log_dir=tmp_path, patience=HURRIED, tell=told.append)
-    assert outcome.services[0].code == -signal.SIGKILL
-    assert outcome.exit_code == 1
-    assert any("expert 0" in line and "did not stop" in line for line in told)
+    job = ended(STANDS_BY + source, tmp_path, code=1, workers=1, experts=1, patience=HURRIED)
+    assert job.outcome.services[0].code == -signal.SIGKILL
+    assert any("expert 0" in line and "did not stop" in line for line in job.told)
 
 
-def test_an_expert_that_fails_before_it_serves_ends_the_job_with_its_traceback(script: Script, tmp_path: Path) -> None:
-    path = script(
-        """
-        import os, time
-        if os.environ.get("ANABRANCH_ROLE") == "expert":
-            raise RuntimeError("no more milk")
-        time.sleep(600)
-        """
-    )
-    told: list[str] = []
+@pytest.mark.parametrize(
+    ("ends", "how", "told"),
+    [
+        ("raise RuntimeError('no more milk')", "RuntimeError: no more milk", "expert 0 failed"),
+        ("sys.exit()", "while workers still ran", "never called job.serve()"),
+    ],
+)
+def test_an_expert_that_ends_before_it_serves_ends_the_job(ended: Ends, ends: str, how: str, told: str) -> None:
+    source = f"import os, sys, time\nif 'ANABRANCH_ROLE' in os.environ:\n    {ends}\ntime.sleep(600)\n"
     patience = Patience(failure=0.3, stop=60.0)
-    outcome = launch(path, workers=2, experts=1, log_dir=tmp_path, patience=patience, tell=told.append)
-    assert outcome.exit_code == 1
-    assert outcome.first_failure is not None
-    assert outcome.first_failure.describe().startswith("expert 0 (pid ")
-    assert "RuntimeError: no more milk" in outcome.first_failure.last_words()
-    assert told == ["expert 0 failed; stopping the 2 workers"]
-
-
-def test_a_script_that_does_not_serve_is_a_failure_of_its_expert(script: Script, tmp_path: Path) -> None:
-    path = script("import os, time; time.sleep(0 if 'ANABRANCH_ROLE' in os.environ else 600)")
-    told: list[str] = []
-    outcome = launch(path, experts=1, log_dir=tmp_path, patience=HURRIED, tell=told.append)
-    assert outcome.exit_code == 1
-    assert outcome.first_failure is not None
-    assert "expert 0" in outcome.first_failure.describe()
-    assert "while workers still ran" in outcome.first_failure.describe()
-    assert any("never called job.serve()" in line for line in told)
+    job = ended(source, code=1, workers=2, experts=1, patience=patience)
+    failure = job.outcome.first_failure
+    assert failure is not None
+    assert failure.describe().startswith("expert 0 (pid ")
+    assert how in failure.describe() + failure.last_words()
+    assert told in job.told[0]
+    assert job.told[-1] == "expert 0 failed; stopping the 2 workers"
 
 
 @pytest.mark.usefixtures("served")
-def test_an_expert_that_dies_is_started_again_then_done_without(script: Script, tmp_path: Path) -> None:
-    path = script(
-        STANDS_BY
-        + """
+def test_an_expert_that_dies_is_started_again_then_done_without(ended: Ends, tmp_path: Path) -> None:
+    source = """
 if role == "expert":
     life = os.environ["TORCHELASTIC_RESTART_COUNT"]
     print("life", life, flush=True)
@@ -143,7 +119,6 @@ if role == "expert":
 wait_for("life-2")
 wait_for("go")
 """
-    )
     told: list[str] = []
 
     def tell(line: str) -> None:
@@ -151,10 +126,8 @@ wait_for("go")
         if len(told) == 3:
             (tmp_path / "go").touch()
 
-    restarts = RestartBudget(2, 3600.0)
-    outcome = launch(path, [str(tmp_path)], experts=1, log_dir=tmp_path, tell=tell, service_restarts=restarts)
-    assert outcome.exit_code == 0
-    assert outcome.first_failure is None
+    options = {"workers": 1, "experts": 1, "tell": tell, "service_restarts": RestartBudget(2, 3600.0)}
+    assert ended(STANDS_BY + source, tmp_path, **options).outcome.first_failure is None
     assert (tmp_path / "expert-0.log").read_text() == "life 0\nlife 1\nlife 2\n"
     assert [line.partition("; ")[2] for line in told] == [
         "restarted (1 of 2)",
@@ -166,33 +139,27 @@ wait_for("go")
 
 @pytest.mark.usefixtures("served")
 def test_an_expert_that_is_not_back_before_the_workers_have_ended_is_forgiven(
-    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ended: Ends, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(budget, "_FIRST_PAUSE", 600.0)
-    path = script(
-        STANDS_BY
-        + """
+    source = """
 if role == "expert":
     os.kill(os.getpid(), signal.SIGKILL)
 wait_for("go")
 """
-    )
 
     def tell(line: str) -> None:
         if "(2 of 3)" in line:
             (tmp_path / "go").touch()
 
-    outcome = launch(path, [str(tmp_path)], experts=1, log_dir=tmp_path, tell=tell)
-    assert outcome.exit_code == 0
-    assert outcome.services[0].code == -signal.SIGKILL
+    job = ended(STANDS_BY + source, tmp_path, workers=1, experts=1, tell=tell)
+    assert job.outcome.services[0].code == -signal.SIGKILL
 
 
 @pytest.mark.usefixtures("served")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-def test_services_outlive_the_workers_that_drain(number: signal.Signals, script: Script, tmp_path: Path) -> None:
-    path = script(
-        STANDS_BY
-        + f"""
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_services_outlive_the_workers_that_drain(ended: Ends, tmp_path: Path, number: int, code: int) -> None:
+    source = f"""
 if role == "expert":
     stand_by()
 
@@ -201,16 +168,14 @@ def told(*_):
     print("served to the end:", not (here / "drained-0").exists(), flush=True)
     sys.exit(0)
 
-signal.signal({number.value}, told)
+signal.signal({number:d}, told)
 wait_for("ready-0")
-os.kill(os.getppid(), {number.value})
+os.kill(os.getppid(), {number:d})
 while True:
     time.sleep(0.01)
 """
-    )
-    outcome = launch(path, [str(tmp_path)], experts=1, log_dir=tmp_path, patience=PATIENT)
-    assert outcome.exit_code == (0 if number == signal.SIGTERM else 130)
-    assert (tmp_path / "worker-0.log").read_text() == "served to the end: True\n"
+    job = ended(STANDS_BY + source, tmp_path, code=code, workers=1, experts=1, patience=PATIENT)
+    assert job.texts == ["served to the end: True\n"]
     assert (tmp_path / "expert-0.log").read_text() == "drained\n"
 
 
@@ -238,14 +203,15 @@ def pid_of(role, rank):
 """
 
 
+def run(source: str, **options: Any) -> JobResult:
+    return LocalJob(timeout=LIMIT, **options).run_source(EXPERTS + source)
+
+
 @pytest.mark.parametrize(
     ("host", "listening"), [(None, "unix:"), pytest.param("127.0.0.1", "tcp://127.0.0.1:", marks=pytest.mark.slow)]
 )
 def test_workers_experts_and_servers_work_together(host: str | None, listening: str, temporary: Path) -> None:
-    job = LocalJob(workers=2, servers=2, experts=2, timeout=LIMIT, host=host)
-    result = job.run_source(
-        EXPERTS
-        + """
+    source = """
 directory = job.serve(make_backends)
 with ab.ParameterClient() as client:
     name = f"bias-{job.rank}"
@@ -259,7 +225,7 @@ print(json.dumps({"job": [job.role, job.rank, job.world_size, len(job.servers), 
                   "active": directory.active(["ffn"]), "values": values, "shards": shards,
                   "gradient": x.grad.tolist()}))
 """
-    ).check()
+    result = run(source, workers=2, servers=2, experts=2, host=host).check()
     for rank, found in enumerate(result.results):
         assert found is not None
         assert found["job"] == ["worker", rank, 2, 2, 2, 2]
@@ -326,11 +292,7 @@ def test_keys_that_the_environment_names_are_the_jobs(tmp_path: Path) -> None:
 
 
 def test_an_expert_that_is_killed_returns_with_its_state_and_is_used_again(tmp_path: Path) -> None:
-    result = (
-        LocalJob(experts=2, timeout=LIMIT)
-        .run_source(
-            EXPERTS
-            + f"""
+    source = f"""
 directory = job.serve(make_backends, checkpoint_dir={str(tmp_path / "experts")!r}, checkpoint_seconds=0.05)
 expert = ab.RemoteExpert("ffn.0", directory)
 for step in range(3):
@@ -348,23 +310,18 @@ while True:  # goes on with the one that answers
         break
     except (ab.BoundaryError, ab.NotFound):
         time.sleep(0.05)
-print(json.dumps({{"same": again == learned, "calls": mixture.statistics().calls}}))
+print(json.dumps({{"same": again == learned}}))
 """
-        )
-        .check()
-    )
-    assert result.results[0] is not None
-    assert result.results[0]["same"] is True
-    assert len(result.told) == 1
-    assert "was killed by SIGKILL" in result.told[0]
-    assert result.told[0].endswith("restarted (1 of 3)")
+    result = run(source, experts=2).check()
+    assert result.results == ({"same": True},)
+    (told,) = result.told
+    assert "was killed by SIGKILL" in told
+    assert told.endswith("restarted (1 of 3)")
 
 
 @pytest.mark.parametrize("durability", slow_except(["none", "log"], "log"))
 def test_a_parameter_server_that_is_killed_returns_with_every_push_or_ends_the_job(durability: str) -> None:
-    result = LocalJob(servers=1, timeout=LIMIT, durability=durability).run_source(  # type: ignore[arg-type]
-        EXPERTS
-        + """
+    source = """
 with ab.ParameterClient() as client:
     client.init("sum", (1,), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0))
     for push in range(20):
@@ -373,7 +330,7 @@ with ab.ParameterClient() as client:
             os.kill(pid_of("parameters", 0), signal.SIGKILL)
     print(json.dumps({"sum": client.pull("sum").item()}))
 """
-    )
+    result = run(source, servers=1, durability=durability)
     if durability == "log":
         assert result.check().results[0] == {"sum": 20.0}
         assert "parameters 0" in result.told[0]
@@ -386,11 +343,7 @@ with ab.ParameterClient() as client:
 
 
 def test_a_frozen_service_is_named_by_its_callers_long_before_their_deadline() -> None:
-    result = (
-        LocalJob(servers=1, experts=1, timeout=LIMIT)
-        .run_source(
-            EXPERTS
-            + """
+    source = """
 directory = job.serve(make_backends)
 found = {}
 with ab.ParameterClient() as client:
@@ -410,12 +363,10 @@ with ab.ParameterClient() as client:
         os.kill(pid, signal.SIGCONT)
 print(json.dumps(found))
 """
-        )
-        .check()
-    )
-    assert result.results[0] is not None
+    (lost,) = run(source, servers=1, experts=1).check().results
+    assert lost is not None
     for role in ("parameters", "expert"):
-        peer, seconds = result.results[0][role]  # type: ignore[misc]
+        peer, seconds = lost[role]
         assert peer.endswith(f"{role}-0")
         assert seconds < 20.0, "of 30 at least; two beats on a clock of their own: test_peers.py"
 
@@ -429,10 +380,9 @@ def test_a_launcher_that_is_killed_takes_all_roles_along(script: Script, tmp_pat
     wait_until(lambda: marked_processes(mark) == [])
 
 
-def test_a_worker_leaves_its_grid_once_all_have_connected(script: Script, tmp_path: Path) -> None:
+def test_a_worker_leaves_its_grid_once_all_have_connected(ended: Ends, tmp_path: Path) -> None:
     """One that ended at once broke the connections that the others were making."""
-    path = script(
-        """
+    source = """
         import pathlib, sys, time
         import anabranch as ab, torch.distributed as dist
         left, new_group = pathlib.Path(sys.argv[1]), dist.new_group
@@ -450,31 +400,21 @@ def test_a_worker_leaves_its_grid_once_all_have_connected(script: Script, tmp_pa
         if ab.job().rank == 1:
             left.touch()
         """
-    )
-    assert launch(path, [str(tmp_path / "left")], workers=2, log_dir=tmp_path / "logs").exit_code == 0
+    ended(source, tmp_path / "left", workers=2)
 
 
 def test_workers_meet_in_the_groups_of_their_grid() -> None:
-    result = (
-        LocalJob(workers=4, timeout=LIMIT)
-        .run_source(
-            """
-        import json, torch
-        import torch.distributed as dist
-        import anabranch as ab
+    source = """
+import torch.distributed as dist
 
-        job = ab.job()
-        grid = job.grid(data=2, pipeline=2)
-        sums = []
-        for group in (grid.data_group, grid.pipeline_group):
-            value = torch.tensor([10.0 ** job.rank])
-            dist.all_reduce(value, group=group)
-            sums.append(value.item())
-        print(json.dumps({"at": [grid.data_rank, grid.pipeline_rank], "sums": sums}))
-        """
-        )
-        .check()
-    )
+grid, sums = job.grid(data=2, pipeline=2), []
+for group in (grid.data_group, grid.pipeline_group):
+    value = torch.tensor([10.0 ** job.rank])
+    dist.all_reduce(value, group=group)
+    sums.append(value.item())
+print(json.dumps({"at": [grid.data_rank, grid.pipeline_rank], "sums": sums}))
+"""
+    result = run(source, workers=4).check()
     assert result.results == (
         {"at": [0, 0], "sums": [101.0, 11.0]},
         {"at": [0, 1], "sums": [1010.0, 11.0]},

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from jobs import Script
 
 from launched import start_run
 from waiting import wait_until
-
-Script = Callable[[str], Path]
 
 TRAINS = """
 import json, pathlib, signal, time

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from jobs import launch
+from jobs import Ends
 
 from anabranch.launch import RestartBudget
 from anabranch.launch.supervision import signals, supervisor
@@ -23,9 +21,6 @@ from anabranch.launch.supervision.signals import SignalBox
 from anabranch.launch.supervision.supervisor import Patience, Supervisor
 from anabranch.launch.supervision.worker import RoleProcess
 from anabranch.liveness.membership import Membership, OwnPlace, published
-from anabranch.record.process import process_stat
-
-_ATTACH = 16  # PTRACE_ATTACH
 
 
 class Undying:
@@ -126,19 +121,18 @@ def test_workers_that_are_all_frozen_may_be_woken_though_a_server_runs(tmp_path:
 
 def test_a_newcomer_that_has_not_joined_does_not_decide_that_the_job_ends_with_any_worker(tmp_path: Path) -> None:
     """It may be in another Executor of the script, and leaves; a member's word counts until it has left."""
-    workers = [
-        SimpleNamespace(role="worker", rank=rank, pid=os.getpid(), code=-9, running=rank > 0) for rank in (0, 1, 2)
-    ]
-    spec = SimpleNamespace(restarts=None)
-    for one in workers:
-        one.spec, one.who = spec, f"rank {one.rank}"
-    meeting = tmp_path / "meeting-1"
-    members = Members(cast(Any, workers), 2, 1, meeting, lambda line: None)
+
+    def worker(rank: int) -> Any:
+        facts = {"code": -9, "running": rank > 0, "spec": SimpleNamespace(restarts=None), "who": f"rank {rank}"}
+        return SimpleNamespace(role="worker", rank=rank, pid=os.getpid(), **facts)
+
+    workers, meeting = [worker(rank) for rank in range(3)], tmp_path / "meeting-1"
+    members = Members(workers, 2, 1, meeting, lambda line: None)
     OwnPlace(meeting, 1, joins=False).write_progress(3, 0)
     OwnPlace(meeting, 2, joins=True).say("ends")
-    assert members.may_leave(cast(Any, workers[0]))
+    assert members.may_leave(workers[0])
     OwnPlace(meeting, 0, joins=False).say("ends")
-    assert not members.may_leave(cast(Any, workers[0]))
+    assert not members.may_leave(workers[0])
 
 
 def test_a_worker_that_has_closed_leaves_as_others_meet_unless_it_begins_again(tmp_path: Path) -> None:
@@ -158,38 +152,17 @@ def test_a_worker_that_has_closed_leaves_as_others_meet_unless_it_begins_again(t
     assert published(meeting) == Membership(1, {1: 0}, closed=1)
 
 
-def test_a_process_that_a_debugger_has_stopped_is_frozen() -> None:
-    with subprocess.Popen(["sleep", "600"]) as child:
-        trace = ctypes.CDLL(None, use_errno=True).ptrace
-        trace.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
-        try:
-            assert trace(_ATTACH, child.pid, None, None) == 0, os.strerror(ctypes.get_errno())
-            os.waitpid(child.pid, 0)
-            assert process_stat(child.pid)[0] == "t"
-            assert RoleProcess.frozen.fget(cast(Any, child))  # type: ignore[attr-defined]
-        finally:
-            child.kill()
-
-
 # --- a job that fails is started again as a whole; a service's restarts are a budget that refills
 
 
 @pytest.mark.parametrize(("restarts", "code", "lives"), [(3, 0, 3), (1, 1, 2)])
 def test_a_job_that_fails_is_run_again_until_it_succeeds_or_no_restart_is_left(
-    tmp_path: Path, restarts: int, code: int, lives: int
+    ended: Ends, restarts: int, code: int, lives: int
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, sys\n"
-        "life = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
-        "print('life', life)\n"
-        "sys.exit(life < 2)\n"
-    )
-    told: list[str] = []
-    found = launch(script, log_dir=tmp_path, tell=told.append, max_restarts=restarts, seconds=200)
-    assert found.exit_code == code
-    assert (tmp_path / "worker-0.log").read_text() == "".join(f"life {life}\n" for life in range(lives))
-    assert [line.partition("; ")[2] for line in told if "restarting" in line] == [
+    source = "import os; life = int(os.environ['TORCHELASTIC_RESTART_COUNT']); print('life', life); exit(life < 2)"
+    job = ended(source, code=code, workers=1, max_restarts=restarts)
+    assert job.texts == ["".join(f"life {life}\n" for life in range(lives))]
+    assert [line.partition("; ")[2] for line in job.told if "restarting" in line] == [
         f"restarting the job ({number} of {restarts})" for number in range(1, lives)
     ]
 
@@ -212,22 +185,15 @@ def test_budgets_of_another_form_are_refused(text: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_with_a_rolled_back_server_restarts_from_its_last_complete_checkpoint(tmp_path: Path) -> None:
+def test_a_job_with_a_rolled_back_server_restarts_from_its_last_checkpoint(ended: Ends, tmp_path: Path) -> None:
     """Its workers died of ``SchemaError ... pushes step 503; its next is step 430``."""
-    script = tmp_path / "script.py"
-    script.write_text(ROLLED_BACK)
-    told: list[str] = []
-    found = launch(
-        script, [str(tmp_path / "saved")], workers=2, servers=1, durability="checkpoint", max_restarts=1, seconds=240,
-        log_dir=tmp_path, tell=told.append,
-    )  # fmt: skip
-    logs = [(tmp_path / f"worker-{rank}.log").read_text() for rank in range(2)]
-    assert found.exit_code == 0, logs
+    options = {"workers": 2, "servers": 1, "durability": "checkpoint", "max_restarts": 1, "seconds": 240.0}
+    job = ended(ROLLED_BACK, tmp_path / "saved", **options)
     # The first worker that meets the shard again is told so; the other may hear of that worker's death before.
-    assert "RolledBack: this shard came back without changes that it had acknowledged" in "".join(logs)
-    last = json.loads(logs[0].splitlines()[-1])
+    assert "RolledBack: this shard came back without changes that it had acknowledged" in "".join(job.texts)
+    last = json.loads(job.texts[0].splitlines()[-1])
     assert (last["life"], last["first"]) == (1, 4)
-    assert "restarting the job (1 of 1)" in told[-1]
+    assert "restarting the job (1 of 1)" in job.told[-1]
 
 
 ROLLED_BACK = """

@@ -8,14 +8,16 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from elastic import Deaths, train
-from jobs import HURRIED, PATIENT, launch, lines
+from jobs import HURRIED, PATIENT, Ends, lines
 from torch import nn
 
 import anabranch as ab
@@ -24,8 +26,7 @@ from anabranch.launch.supervision import members as members_module
 from anabranch.launch.supervision import supervisor
 from anabranch.launch.supervision.members import Members
 from anabranch.launch.supervision.worker import RoleProcess
-
-Script = Callable[[str], Path]
+from toys import plain_step
 
 
 def test_the_others_wait_for_the_replacement_of_rank_0(tmp_path: Path) -> None:
@@ -63,178 +64,176 @@ def test_a_group_whose_sum_a_death_has_interrupted_is_freed_once_that_has_failed
     assert max(files[2:]) <= max(files[:2]) + 2, files
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("least", [None, 2])
-def test_the_workers_of_a_whole_host_are_replaced(tmp_path: Path, least: int | None) -> None:
-    deaths: Deaths = {0: [("in the sum", 4)], 2: [("in the sum", 4)]}
-    train(tmp_path, deaths, workers=4, least=least, restarts=1, left=4, waits=8, steps=16, hosts=True)
-
-
-@pytest.mark.slow
-def test_a_newcomer_of_another_host_may_die_before_it_is_heard_there(tmp_path: Path) -> None:
-    joiners: Deaths = {1: [("in a meeting", 0)]}
-    train(tmp_path, {1: [("forward", 4)]}, least=None, restarts=2, left=3, joiners=joiners, hosts=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["forward", "backward", "in the sum"])
-def test_a_sum_in_the_loss_is_part_of_the_step(tmp_path: Path, place: str) -> None:
-    train(tmp_path, {1: [(place, 4)]}, least=None, restarts=1, left=3, reduces=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["in an evaluation", "behind an evaluation", "between", "forward"])
-@pytest.mark.parametrize(("accumulate", "function"), [(1, True), (2, False), (2, True)])
-def test_a_newcomer_joins_between_windows_and_calls(
-    tmp_path: Path, place: str, accumulate: int, function: bool
-) -> None:
-    options = {"evaluates": True, "accumulate": accumulate, "function": function}
-    train(tmp_path, {1: [(place, 5)]}, least=None, restarts=1, left=3, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("deaths", "joiners"),
-    [
-        ({1: [("forward", 4)]}, {1: [("before it joins", 0)]}),
-        ({1: [("forward", 4)]}, {1: [("before a meeting", 0)]}),
-        ({1: [("forward", 4)]}, {1: [("behind a meeting", 0)]}),
-        ({1: [("forward", 4)]}, {1: [("before it takes the state", 0)]}),
-        ({1: [("forward", 4)]}, {1: [("behind the state", 0)]}),
-        ({1: [("forward", 4)]}, {1: [("forward", 4)]}),
-        ({1: [("forward", 4)]}, {1: [("between", 7)]}),
-        ({1: [("forward", 4)], 0: [("before it sends the state", 4)]}, {}),
+def cases() -> Iterator[tuple[str, Deaths, dict[str, Any]]]:
+    """What may happen, who dies where, and the options of the job."""
+    for least in (None, 2):
+        host: Deaths = {0: [("in the sum", 4)], 2: [("in the sum", 4)]}
+        yield "the workers of a whole host are replaced", host, {"least": least, "restarts": 1, "hosts": True}
+    for place in ("forward", "backward", "in the sum"):
+        yield "a sum in the loss is part of the step", {1: [(place, 4)]}, {"reduces": True}
+    for place, (accumulate, function) in product(
+        ["in an evaluation", "behind an evaluation", "between", "forward"], [(1, True), (2, False), (2, True)]
+    ):
+        options = {"evaluates": True, "accumulate": accumulate, "function": function}
+        yield "a newcomer joins between windows and calls", {1: [(place, 5)]}, options
+    died: Deaths = {1: [("forward", 4)]}
+    joiners = ["before it joins", "before a meeting", "behind a meeting", "before it takes the state"]
+    late: list[tuple[Deaths, Deaths]] = [
+        *[(died, {1: [(place, 0)]}) for place in [*joiners, "behind the state"]],
+        (died, {1: [("forward", 4)]}),
+        (died, {1: [("between", 7)]}),
+        (died | {0: [("before it sends the state", 4)]}, {}),
         ({0: [("forward", 4)], 3: [("before it sends the state", 4)]}, {}),  # rank 0 by then
-        ({1: [("forward", 4)], 2: [("in the sum", 4)]}, {}),
+        (died | {2: [("in the sum", 4)]}, {}),
         ({3: [("forward", 4)], 0: [("between", 6)]}, {3: [("forward", 6)]}),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("least", [None, 2])
-def test_whoever_dies_as_a_newcomer_joins(tmp_path: Path, deaths: Deaths, joiners: Deaths, least: int | None) -> None:
-    train(tmp_path, deaths, workers=4, least=least, restarts=3, left=4, joiners=joiners, waits=8, steps=16)
+    ]
+    for (deaths, joiner), least in product(late, [None, 2]):
+        yield "whoever dies as a newcomer joins", deaths, {"joiners": joiner, "least": least, "restarts": 3}
+    options = {"joiners": {1: [("in a meeting", 0)]}, "restarts": 2, "hosts": True}
+    yield "a newcomer of another host dies before it is heard there", died, options
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "deaths", "options"), [*cases()], ids=str)
+def test_lost_workers_are_replaced(tmp_path: Path, what: str, deaths: Deaths, options: dict[str, Any]) -> None:
+    several = {"workers": 4, "left": 4, "waits": 8, "steps": 16} if "least" in options else {}
+    train(tmp_path, deaths, **{"left": 3, "least": None, "restarts": 1, **several, **options})
+
+
+TRAINS = """
+    import json, os, signal, sys, time, torch, anabranch as ab
+    from pathlib import Path
+    from torch import nn
+    member, joined = os.environ["ANABRANCH_MEMBER"], ab.job().joined
+    data = [{"x": torch.full((4,), float(index))} for index in range(24)]
+
+    def kill():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def share(job):
+        return {"x": torch.ones(12 // job.world_size, 4)}
+
+    def loss(model, batch):
+        return model(batch["x"]).square().mean()
+
+    def executor(batch_size=6, loss=loss, **options):
+        model = nn.Linear(4, 1)
+        steps = {"train": ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.001))}
+        steps["validate"] = ab.EvalStep(model, lambda model, batch: {"loss": loss(model, batch)})
+        loader = ab.loaders.GlobalBatches(data, batch_size)
+        options = {"dataloaders": {"train": loader, "validate": loader}, "timeout": 60.0} | options
+        return ab.Executor(steps, **options)
+
+    def train(executor, n, dies_at=None, victim="1", batch=None):
+        while executor.step < n:
+            executor.run("train", batch)
+            if executor.step == dies_at and member == victim and not joined:
+                kill()
+"""
 
 
 COUNTS = """
-    import os, signal, sys, torch, anabranch as ab
-    data = [{"x": torch.full((4,), float(index))} for index in range(24)]
-    model = torch.nn.Linear(4, 1)
-    loss = lambda model, batch: model(batch["x"]).square().mean()
-    steps = {"train": ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.001))}
-    steps["validate"] = ab.EvalStep(model, lambda model, batch: {"loss": loss(model, batch)})
-    loader = ab.loaders.GlobalBatches(data, 6)
-    with ab.Executor(steps, dataloaders={"train": loader, "validate": loader}, timeout=60.0) as executor:
+    with executor() as one:
         for number in range(10):
-            executor.run("train")
-            if number == 3 and os.environ["ANABRANCH_MEMBER"] == "1" and not ab.job().joined:
-                os.kill(os.getpid(), signal.SIGKILL)
-            if number == int(sys.argv[1]):
-                executor.evaluate("validate")
-                executor.save(sys.argv[2])
-    print("ended at", executor.step)
+            train(one, one.step + 1, 4)
+            if number == {evaluates_at}:
+                one.evaluate("validate")
+                one.save(sys.argv[1] + "/saved")
+        print("ended at", one.step)
+"""
+OTHER_BATCHES = """
+    with executor(4 if joined else 6) as one:
+        train(one, 10, 3)
+        print("ended at", one.step)
+"""
+NOT_LET_IN = """
+    with executor(timeout=2.0 if joined else 60.0) as one:
+        train(one, 4, 3)
+        until = time.monotonic() + 60.0
+        while not joined and "it leaves" not in open(f"{sys.argv[1]}/worker-1.log").read():
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        train(one, 10)
+        print("ended at", one.step)
+"""
+LATER_EXECUTOR = """
+    with executor() as one:
+        train(one, 5)
+    with executor() as one:
+        train(one, 10, 3)
+        print("ended at", one.step)
 """
 
 
-@pytest.mark.parametrize("evaluates_at", [6, 99])
-def test_a_newcomer_whose_loop_counts_from_its_start_leaves(script: Script, tmp_path: Path, evaluates_at: int) -> None:
-    """Its evaluation comes in the middle of the others' training, or its training behind their end."""
-    told: list[str] = []
-    arguments = [str(evaluates_at), str(tmp_path / "saved")]
-    outcome = launch(script(COUNTS), arguments, workers=3, log_dir=tmp_path, tell=told.append, seconds=120.0)
-    text = (tmp_path / "worker-1.log").read_text()
-    assert outcome.exit_code == 0, (told, [log.read_text() for log in tmp_path.glob("*.log")])
-    assert "begin the loop where the job is: while executor.step < n" in text
-    assert "ended at" not in text
-    for survivor in (0, 2):
-        assert "ended at 10" in (tmp_path / f"worker-{survivor}.log").read_text()
+@pytest.mark.parametrize(
+    ("source", "why", "least"),
+    [
+        # Its evaluation comes in the middle of the others' training, or its training behind their end.
+        *[
+            (COUNTS.format(evaluates_at=at), "begin the loop where the job is: while executor.step < n", 3)
+            for at in (6, 99)
+        ],
+        (OTHER_BATCHES, "cannot join the others, and leaves: its loaders are not theirs", 3),
+        (NOT_LET_IN, "the others have not let this worker join them for 2 s: it leaves", 1),
+        (LATER_EXECUTOR, "they train in another Executor of the script", 3),
+    ],
+)
+def test_a_newcomer_that_cannot_join_leaves(ended: Ends, tmp_path: Path, source: str, why: str, least: int) -> None:
+    texts = ended(TRAINS + source, tmp_path, min_workers=least).texts
+    assert why in texts[1]
+    assert ["ended at 10" in text for text in texts] == [True, False, True], texts
 
 
-ALONE = """
-    import os, signal, torch, anabranch as ab
-    from pathlib import Path
-    data = [{"x": torch.full((4,), float(index))} for index in range(24)]
-    model = torch.nn.Linear(4, 1)
-    loss = lambda model, batch: model(batch["x"]).square().mean()
-    steps = {"train": ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.001))}
-    steps["validate"] = ab.EvalStep(model, lambda model, batch: {"loss": loss(model, batch)})
-    loader = ab.loaders.GlobalBatches(data, 6)
-    state = {"best": None}
-    with ab.Executor(steps, dataloaders={"train": loader, "validate": loader}, timeout=60.0, state=state) as executor:
-        resumed = executor.resume("checkpoints")
-        if ab.job().joined:
+def test_a_newcomer_is_alone_until_its_first_run(ended: Ends, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = """
+    with executor(state={"best": None}) as one:
+        resumed = one.resume("checkpoints")
+        if joined:
             assert resumed
             assert ab.job().rank == 1 and ab.job().world_size == 2
-            executor.save("elsewhere")
-            executor.export("elsewhere")
-            executor.finish_saves()
-            assert executor.state_dict() == {}
-            assert executor.evaluate("validate")["loss"].item() >= 0
+            one.save("elsewhere")
+            one.export("elsewhere")
+            one.finish_saves()
+            assert one.state_dict() == {}
+            assert one.evaluate("validate")["loss"].item() >= 0
             assert not Path("elsewhere").exists()
-            print("began in", executor.epoch, executor.step)
-        for epoch in range(executor.epoch, 3):
-            while executor.epoch == epoch:
-                executor.run("train")
-                if executor.step == 3:
-                    executor.state["best"] = 3
-                    executor.save("background", wait=False)
-                if executor.step == 5 and ab.job().rank == 1 and not ab.job().joined:
-                    os.kill(os.getpid(), signal.SIGKILL)
-            executor.save("checkpoints")
-        print("best", executor.state["best"], len(executor.state_dict()))
-        executor.finish_saves()
-"""
-
-
-def test_a_newcomer_is_alone_until_its_first_run(
-    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    logs = tmp_path / "logs"
-    logs.mkdir()
-    outcome = launch(script(ALONE), workers=2, log_dir=logs, seconds=120.0)
-    texts = [log.read_text() for log in sorted(logs.glob("worker-*.log"))]
-    assert outcome.exit_code == 0, texts
+            print("began in", one.epoch, one.step)
+        for epoch in range(one.epoch, 3):
+            while one.epoch == epoch:
+                train(one, one.step + 1, 5)
+                if one.step == 3:
+                    one.state["best"] = 3
+                    one.save("background", wait=False)
+            one.save("checkpoints")
+        print("best", one.state["best"], len(one.state_dict()))
+        one.finish_saves()
+    """
+    texts = ended(TRAINS + source, workers=2).texts
     assert "began in 1 5" in texts[1]
     assert ["best 3 2" in texts[0], "best 3 0" in texts[1]] == [True, True]
-
-
-NOT_ELASTIC = """
-    import os, signal, sys, torch, anabranch as ab
-    given, model = sys.argv[1] == "given", torch.nn.Linear(4, 1)
-
-    def loss(model, batch):
-        if not given and ab.job().rank == 1:
-            ab.send(batch[0], 0)
-        elif not given and ab.job().rank == 0:
-            ab.recv(1)
-        return model(batch).square().mean()
-
-    def share(job):
-        return torch.full((8, 4), 1.0 + job.rank)
-
-    with ab.Executor(ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.001))) as executor:
-        for number in range(10**9):
-            executor.run(batch=share(ab.job()) if given else share)
-            if number == 2 and ab.job().rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-"""
 
 
 @pytest.mark.parametrize(
     ("way", "why"),
     [
-        ("given", "run('default', ...) was given a batch, and not a function that returns each worker's share"),
-        ("sends", "step 'default' calls ab.send or ab.recv"),
+        ("given", "run('train', ...) was given a batch, and not a function that returns each worker's share"),
+        ("sends", "step 'train' calls ab.send or ab.recv"),
     ],
 )
-def test_a_job_that_is_not_elastic_ends_with_a_killed_worker(
-    script: Script, tmp_path: Path, way: str, why: str
-) -> None:
-    told: list[str] = []
-    outcome = launch(script(NOT_ELASTIC), [way], workers=3, log_dir=tmp_path, tell=told.append, patience=PATIENT)
-    assert outcome.exit_code == 1
-    assert not any("takes its place" in line for line in told)
-    texts = [(tmp_path / f"worker-{rank}.log").read_text() for rank in (0, 2)]
+def test_a_job_that_is_not_elastic_ends_with_a_killed_worker(ended: Ends, way: str, why: str) -> None:
+    source = """
+    def sends(model, batch):
+        if ab.job().rank < 2:
+            ab.send(batch["x"][0], 0) if ab.job().rank else ab.recv(1)
+        return loss(model, batch)
+
+    with executor(loss=sends if sys.argv[1] == "sends" else loss, dataloaders=None) as one:
+        train(one, 10**9, 3, batch=share(ab.job()) if sys.argv[1] == "given" else share)
+    """
+    job = ended(TRAINS + source, way, code=1, patience=PATIENT)
+    assert not any("takes its place" in line for line in job.told)
+    texts = [job.texts[0], job.texts[2]]
     says = f"the job ends with the first worker that is killed or freezes: {why}"
     assert [text.count(says) for text in texts] == [1, 0]
     assert all("PeerLost: rank 1 is lost" in text for text in texts)
@@ -242,38 +241,21 @@ def test_a_job_that_is_not_elastic_ends_with_a_killed_worker(
     assert all(f"the job does not go on without it: {why}" in text for text in those)
 
 
-SENDS_LATER = """
-    import os, signal, torch, anabranch as ab
-    model = torch.nn.Linear(4, 1)
-
-    def loss(model, batch):
-        if executor.step > 5 and ab.job().rank < 2:
-            ab.send(batch[0], 1) if ab.job().rank == 0 else ab.recv(0)
-        return model(batch).square().mean()
-
-    def share(job):
-        return torch.full((8, 4), 1.0 + job.rank)
-
-    step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.001))
-    with ab.Executor(step, timeout=30) as executor:
-        while True:
-            executor.run(batch=share)
-            if executor.step == 5 and os.environ["ANABRANCH_MEMBER"] == "3" and not ab.job().joined:
-                os.kill(os.getpid(), signal.SIGKILL)
-            if executor.step > 9 and ab.job().world_size == 4:
-                break
-"""
-
-
 @pytest.mark.slow
-def test_a_newcomer_joins_those_that_have_begun_to_send_meanwhile(script: Script, tmp_path: Path) -> None:
+def test_a_newcomer_joins_those_that_have_begun_to_send_meanwhile(ended: Ends) -> None:
     """Rank 2 does not send, and does not know that the others do."""
-    told: list[str] = []
-    outcome = launch(
-        script(SENDS_LATER), workers=4, min_workers=2, log_dir=tmp_path, tell=told.append, patience=PATIENT
-    )
-    assert outcome.exit_code == 0, told
-    assert "calls ab.send or ab.recv" in (tmp_path / "worker-0.log").read_text()
+    source = """
+    def sends(model, batch):
+        if one.step > 5 and ab.job().rank < 2:
+            ab.send(batch["x"][0], 1) if ab.job().rank == 0 else ab.recv(0)
+        return loss(model, batch)
+
+    with executor(loss=sends, dataloaders=None) as one:
+        while one.step < 10 or ab.job().world_size < 4:
+            train(one, one.step + 1, 5, "3", share)
+    """
+    texts = ended(TRAINS + source, workers=4, min_workers=2, patience=PATIENT).texts
+    assert "calls ab.send or ab.recv" in texts[0]
 
 
 @pytest.mark.slow
@@ -342,76 +324,55 @@ def test_ten_random_kills(tmp_path: Path, mode: str | None, cache: bool, freezes
     assert not failures
 
 
-THEN_GIVEN = """
-    import os, signal, torch, anabranch as ab
-    me, joined, rows = os.environ["ANABRANCH_MEMBER"], ab.job().joined, torch.ones(12, 4)
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 1)
-    step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.001))
+@pytest.mark.slow
+def test_a_newcomer_goes_on_without_a_worker_with_rows_of_its_own(ended: Ends) -> None:
+    source = """
+    def dies(job):
+        if member == "1" and not joined and one.step == 2:
+            kill()
+        return share(job)
 
-    def share(job):
-        if me == "1" and not joined and executor.step == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return rows[job.rank :: job.world_size]
-
-    with ab.Executor(step, timeout=60.0) as executor:
+    with executor(dataloaders=None) as one:
         given = 0
         while given < 6:
-            own = executor.statistics().memberships >= 3  # the replacement is there
+            own = one.statistics().memberships >= 3  # the replacement is there
             given += own
-            if me == "2" and given == 4:
-                os.kill(os.getpid(), signal.SIGKILL)
-            executor.run(batch=rows[:2] if own else share)
-        print("dropped", executor.statistics().dropped_rows)
-"""
+            if member == "2" and given == 4:
+                kill()
+            one.run("train", {"x": torch.ones(2, 4)} if own else dies)
+        print("dropped", one.statistics().dropped_rows)
+    """
+    texts = ended(TRAINS + source, min_workers=2, worker_restarts=RestartBudget(1)).texts
+    assert all(text.endswith("dropped 6.0\n") for text in texts[:2]), texts
 
 
-@pytest.mark.slow
-def test_a_newcomer_goes_on_without_a_worker_with_rows_of_its_own(script: Script, tmp_path: Path) -> None:
-    options = {"min_workers": 2, "worker_restarts": RestartBudget(1)}
-    outcome = launch(script(THEN_GIVEN), workers=3, log_dir=tmp_path, seconds=120.0, **options)
-    texts = [(tmp_path / f"worker-{rank}.log").read_text() for rank in (0, 1)]
-    assert outcome.exit_code == 0, texts
-    assert all(text.endswith("dropped 6.0\n") for text in texts), texts
-
-
-PIPED = """
-    import json, os, signal, torch, anabranch as ab
-    from torch import nn
-
+def test_a_step_of_a_pipe_in_one_process_is_done_again(ended: Ends) -> None:
+    source = """
     torch.manual_seed(0)
     x, y = torch.randn(44, 4, dtype=torch.float64), torch.randn(44, 1, dtype=torch.float64)
     pipe = ab.Pipe(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double(), [2, 1], chunks=2)
 
-    def loss(output, target):
-        if pipe.calls == 5 and os.environ["ANABRANCH_MEMBER"] == "1" and not ab.job().joined:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def error(output, target):
+        if pipe.calls == 5 and member == "1" and not joined:
+            kill()
         return nn.functional.mse_loss(output, target)
 
-    step = ab.TrainStep(pipe, loss, torch.optim.Adam(pipe.parameters(), lr=0.02))
+    step = ab.TrainStep(pipe, error, torch.optim.Adam(pipe.parameters(), lr=0.02))
     loader = ab.loaders.GlobalBatches(torch.utils.data.TensorDataset(x, y), 12)
-    with pipe, ab.Executor(step, dataloaders={"default": loader}, seed=100) as executor:
-        while executor.step < 9:
-            executor.run()
-        repeated = executor.statistics().repeated_steps
+    with pipe, ab.Executor({"train": step}, dataloaders={"train": loader}, seed=100) as one:
+        train(one, 9)
+        repeated = one.statistics().repeated_steps
     seeds = [torch.initial_seed(), pipe.seed]
     print(json.dumps([repeated, pipe.calls, seeds, [value.tolist() for value in pipe.parameters()]]))
-"""
-
-
-def test_a_step_of_a_pipe_in_one_process_is_done_again(script: Script, tmp_path: Path) -> None:
-    outcome = launch(script(PIPED), workers=3, log_dir=tmp_path, seconds=120.0)
-    texts = [log.read_text() for log in sorted(tmp_path.glob("worker-*.log"))]
-    assert outcome.exit_code == 0, texts
+    """
+    texts = ended(TRAINS + source).texts
     torch.manual_seed(0)
     x, y = torch.randn(44, 4, dtype=torch.float64), torch.randn(44, 1, dtype=torch.float64)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
     optimizer, loader = torch.optim.Adam(model.parameters(), lr=0.02), ab.loaders.GlobalBatches(range(44), 12)
     orders = [order for epoch in range(3) for order in torch.as_tensor(loader.order(epoch)).split(12)]
     for chosen in orders[:9]:
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x[chosen]), y[chosen]).backward()
-        optimizer.step()
+        plain_step(model, lambda model, ids: nn.functional.mse_loss(model(x[ids]), y[ids]), optimizer, chosen)
     for process, text in enumerate(texts):
         repeated, calls, seeds, parameters = json.loads(
             next(line for line in text.splitlines() if line.startswith("["))
@@ -424,77 +385,20 @@ def test_a_step_of_a_pipe_in_one_process_is_done_again(script: Script, tmp_path:
 
 # What a newcomer cannot join, and what no other does for a lost worker.
 
-TRAINS = """
-    import os, signal, sys, time, torch, anabranch as ab
-    member, joined = os.environ["ANABRANCH_MEMBER"], ab.job().joined
-    data = [{"x": torch.full((4,), float(index))} for index in range(24)]
 
-    def executor(batch_size=6, timeout=60.0):
-        model = torch.nn.Linear(4, 1)
-        loss = lambda model, batch: model(batch["x"]).square().mean()
-        step = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.001))
-        loader = ab.loaders.GlobalBatches(data, batch_size)
-        return ab.Executor({"train": step}, dataloaders={"train": loader}, timeout=timeout)
-
-    def train(executor, n, dies_at=None, victim="1"):
-        while executor.step < n:
-            executor.run("train")
-            if executor.step == dies_at and member == victim and not joined:
-                os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_a_newcomer_whose_batches_are_of_another_size_leaves(script: Script, tmp_path: Path) -> None:
-    source = """
-    with executor(4 if joined else 6) as one:
-        train(one, 8, 3)
-        print("ended at", one.epoch, one.step)
-    """
-    outcome = launch(script(TRAINS + source), workers=3, log_dir=tmp_path, seconds=120.0)
-    texts = [log.read_text() for log in sorted(tmp_path.glob("worker-*.log"))]
-    assert outcome.exit_code == 0, texts
-    assert ["ended at 2 8" in text for text in texts] == [True, False, True], texts
-    assert "cannot join the others, and leaves: its loaders are not theirs" in texts[1]
-
-
-def test_others_are_replaced_when_a_newcomer_has_left_and_ends_late(script: Script, tmp_path: Path) -> None:
-    source = """
-    try:
-        with executor(4 if joined and member == "1" else 6) as one:
-            train(one, 5, 3)
-            if member == "2" and not joined:
-                os.kill(os.getpid(), signal.SIGKILL)
-            train(one, 8)
-    finally:
-        time.sleep(4.0 if joined and member == "1" else 0.0)
-    """
-    told = list[str]()
-    outcome = launch(script(TRAINS + source), workers=3, log_dir=tmp_path, seconds=120.0, tell=told.append)
-    assert outcome.exit_code == 0, told
-    assert "another takes its place" in told[-1], told
-
-
-@pytest.mark.parametrize("dies_in", ["first", "second"])
-def test_a_script_may_train_in_one_executor_after_the_other(script: Script, tmp_path: Path, dies_in: str) -> None:
-    """A newcomer begins with the first: where the others are in the second already, it leaves."""
+def test_a_newcomer_trains_in_one_executor_after_the_other(ended: Ends) -> None:
     source = """
     with executor() as one:
-        train(one, 5, 3 if sys.argv[1] == "first" else None)
+        train(one, 5, 3)
     with executor() as one:
-        train(one, 5, 3 if sys.argv[1] == "second" else None)
+        train(one, 5)
         print("ended as", ab.job().rank, "of", ab.job().world_size)
     """
-    outcome = launch(script(TRAINS + source), [dies_in], workers=3, log_dir=tmp_path, seconds=120.0)
-    texts = [log.read_text() for log in sorted(tmp_path.glob("worker-*.log"))]
-    assert outcome.exit_code == 0, texts
-    if dies_in == "first":
-        assert [f"ended as {rank} of 3" in text for rank, text in zip((0, 2, 1), texts, strict=True)] == [True] * 3
-    else:
-        assert [f"ended as {rank} of 2" in text for rank, text in zip((0, 9, 1), texts, strict=True)] == [1, 0, 1]
-        assert "they train in another Executor of the script" in texts[1]
+    texts = ended(TRAINS + source).texts
+    assert [f"ended as {rank} of 3" in text for rank, text in zip((0, 2, 1), texts, strict=True)] == [True] * 3
 
 
-def test_a_newcomer_is_told_the_epoch_exactly(script: Script, tmp_path: Path) -> None:
+def test_a_newcomer_is_told_the_epoch_exactly(ended: Ends, tmp_path: Path) -> None:
     """It starts while the others are behind the last batch of an epoch, and begins with the next, as they do."""
     source = """
     with executor() as one:
@@ -508,13 +412,10 @@ def test_a_newcomer_is_told_the_epoch_exactly(script: Script, tmp_path: Path) ->
                 time.sleep(0.01)
         print("began in", began, "ended at", one.step)
     """
-    outcome = launch(script(TRAINS + source), [str(tmp_path / "there")], workers=3, log_dir=tmp_path, seconds=120.0)
-    texts = [log.read_text() for log in sorted(tmp_path.glob("worker-*.log"))]
-    assert outcome.exit_code == 0, texts
-    assert "began in 1 ended at 8" in texts[1], texts
+    assert "began in 1 ended at 8" in ended(TRAINS + source, tmp_path / "there").texts[1]
 
 
-def test_no_epoch_ends_between_a_newcomer_s_look_at_it_and_its_joining(script: Script, tmp_path: Path) -> None:
+def test_no_epoch_ends_between_a_newcomer_s_look_at_it_and_its_joining(ended: Ends) -> None:
     source = """
     from anabranch.collectives import Workers
     start, gathers = Workers.start_all_gather, []
@@ -538,27 +439,24 @@ def test_no_epoch_ends_between_a_newcomer_s_look_at_it_and_its_joining(script: S
             epoch, over = epoch + 1, fewer and ab.job().world_size == 3
         print("compared calls over gloo", gathers.count("comparison of calls"), "times")
     """
-    outcome = launch(script(TRAINS + source), workers=3, min_workers=2, log_dir=tmp_path, seconds=120.0)
-    texts = [log.read_text() for log in sorted(tmp_path.glob("worker-*.log"))]
-    assert outcome.exit_code == 0, texts
+    texts = ended(TRAINS + source, min_workers=2).texts
     assert all("compared calls over gloo 0 times" in text for text in texts), texts
 
 
-def test_the_work_behind_the_training_of_a_killed_worker_is_missed(script: Script, tmp_path: Path) -> None:
+def test_the_work_behind_the_training_of_a_killed_worker_is_missed(ended: Ends) -> None:
     source = """
     with executor() as one:
         train(one, 3)
     if member == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill()
     time.sleep(600.0)
     """
-    outcome = launch(script(TRAINS + source), workers=2, min_workers=1, log_dir=tmp_path, patience=HURRIED)
-    failure = outcome.first_failure
+    failure = ended(TRAINS + source, code=1, workers=2, min_workers=1, patience=HURRIED).outcome.first_failure
     assert failure is not None
-    assert (failure.rank, failure.code, outcome.exit_code) == (1, -signal.SIGKILL, 1)
+    assert (failure.rank, failure.code) == (1, -signal.SIGKILL)
 
 
-def test_a_newcomer_that_has_become_rank_0_saves_where_the_job_has_resumed(script: Script, tmp_path: Path) -> None:
+def test_a_newcomer_that_has_become_rank_0_saves_where_the_job_has_resumed(ended: Ends, tmp_path: Path) -> None:
     """The folder's newest checkpoint is of another run, and neither of those that have loaded it is there."""
     source = """
     with executor() as one:
@@ -570,81 +468,46 @@ def test_a_newcomer_that_has_become_rank_0_saves_where_the_job_has_resumed(scrip
         one.save(sys.argv[1])
         print("rank", ab.job().rank, "saved", one.step)
     """
-    path = script(TRAINS + source)
     for what, step in (("begins", 3), ("goes on", 9)):
-        arguments = [str(tmp_path / "saved"), what]
-        outcome = launch(path, arguments, workers=2, log_dir=tmp_path, seconds=120.0)
-        texts = [log.read_text() for log in sorted(tmp_path.glob("worker-*.log"))]
-        assert outcome.exit_code == 0, texts
+        texts = ended(TRAINS + source, tmp_path / "saved", what, workers=2).texts
         assert f"rank 0 saved {step}" in texts[0]
 
 
-SAVED_BEFORE = """
-    import os, signal, torch, anabranch as ab
+def test_a_newcomer_does_not_wait_for_the_save_of_a_worker_that_died_as_it_joined(ended: Ends) -> None:
+    source = """
     from anabranch import checkpoint
     from anabranch.executor.running.redo import Redo
-
-    job, settle, meetings = ab.job(), Redo._settle, []
-    model = torch.nn.Linear(4, 1)
-    step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), torch.optim.SGD(model.parameters(), lr=0.001))
+    settle, meetings = Redo._settle, []
 
     def dies_as_the_newcomer_comes(redo, *arguments, **options):
         meetings.append(1)
         if len(meetings) == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill()
         return settle(redo, *arguments, **options)
 
     def seen(record):
         if record.joined:
-            executor.request_stop()
+            one.request_stop()
 
-    if job.rank == 0 and not job.joined:
+    if member == "0" and not joined:
         Redo._settle = dies_as_the_newcomer_comes
         checkpoint.write = lambda *args, **options: signal.pause()  # in the background
-    with ab.Executor(step, timeout=300.0) as executor:
-        executor.on("membership", seen)
-        while not executor.stopping:
-            executor.run(batch=lambda job: torch.ones(12 // job.world_size, 4))
-            if executor.step == 2:
-                executor.save("checkpoints", wait=False)
-            if executor.step == 3 and job.rank == 2 and not job.joined:
-                os.kill(os.getpid(), signal.SIGKILL)
-        executor.finish_saves()
+    with executor(dataloaders=None, timeout=300.0) as one:
+        one.on("membership", seen)
+        while not one.stopping:
+            train(one, one.step + 1, 3, "2", share)
+            if one.step == 2:
+                one.save("checkpoints", wait=False)
+        one.finish_saves()
         print("ends", ab.job().world_size)
-"""
-
-
-def test_a_newcomer_does_not_wait_for_the_save_of_a_worker_that_died_as_it_joined(
-    script: Script, tmp_path: Path
-) -> None:
-    options = {"min_workers": 1, "worker_restarts": RestartBudget(1), "patience": PATIENT}
-    outcome = launch(script(SAVED_BEFORE), workers=3, log_dir=tmp_path, seconds=120.0, **options)
-    assert not outcome.timed_out
-    assert outcome.exit_code == 0
-    member, newcomer = ((tmp_path / f"worker-{process}.log").read_text() for process in (1, 2))
-    assert "rank 0 was lost, and may not have written the save of step 2" in member
-    assert "ends" in member
-    assert "ends" in newcomer, newcomer
-
-
-def test_a_newcomer_that_nobody_lets_in_leaves(script: Script, tmp_path: Path) -> None:
-    source = """
-    with executor(timeout=2.0 if joined else 60.0) as one:
-        train(one, 4, 3)
-        until = time.monotonic() + 60.0
-        while not joined and "it leaves" not in open(f"{sys.argv[1]}/worker-1.log").read():
-            assert time.monotonic() < until
-            time.sleep(0.1)
-        train(one, 5)
     """
-    folder = str(tmp_path)
-    outcome = launch(script(TRAINS + source), [folder], workers=3, min_workers=1, log_dir=tmp_path, seconds=120.0)
-    texts = [log.read_text() for log in sorted(tmp_path.glob("worker-*.log"))]
-    assert outcome.exit_code == 0, texts
-    assert "the others have not let this worker join them for 2 s: it leaves" in texts[1]
+    job = ended(TRAINS + source, min_workers=1, worker_restarts=RestartBudget(1), patience=PATIENT)
+    assert not job.outcome.timed_out
+    assert "rank 0 was lost, and may not have written the save of step 2" in job.texts[1]
+    assert all("ends" in text for text in job.texts[1:]), job.texts
 
 
-def test_a_stop_ends_the_wait_for_a_replacement(script: Script, tmp_path: Path) -> None:
+def test_a_stop_ends_the_wait_for_a_replacement(ended: Ends, tmp_path: Path) -> None:
     source = """
     if joined:
         os.kill(int(sys.argv[1]), signal.SIGTERM)
@@ -656,21 +519,17 @@ def test_a_stop_ends_the_wait_for_a_replacement(script: Script, tmp_path: Path) 
         one.save(sys.argv[2])
         print("stopped at", one.step)
     """
-    arguments, told = [str(os.getpid()), str(tmp_path / "saved")], list[str]()
-    outcome = launch(script(TRAINS + source), arguments, workers=3, log_dir=tmp_path, tell=told.append, seconds=120.0)
-    texts = [log.read_text() for log in sorted(tmp_path.glob("worker-*.log"))]
-    assert outcome.interrupted == signal.SIGTERM
-    assert not any("did not stop in time" in line for line in told), told
-    assert outcome.exit_code == 0, texts
+    job = ended(TRAINS + source, os.getpid(), tmp_path / "saved")
+    assert job.outcome.interrupted == signal.SIGTERM
+    assert not any("did not stop in time" in line for line in job.told), job.told
     # The launcher lets them go on without the newcomer a moment before the signal reaches them.
-    assert any(all(f"stopped at {step}\n" in texts[rank] for rank in (0, 2)) for step in (4, 5)), texts
+    assert any(all(f"stopped at {step}\n" in job.texts[rank] for rank in (0, 2)) for step in (4, 5)), job.texts
 
 
-def test_a_meeting_takes_place_for_all_or_for_none(script: Script, tmp_path: Path) -> None:
+def test_a_meeting_takes_place_for_all_or_for_none(ended: Ends, tmp_path: Path) -> None:
     """One has seen all come, as another sees the next membership: none of the members has died in between."""
     source = """
     import msgspec
-    from pathlib import Path
     from anabranch.collectives import workers
     from anabranch.liveness import meeting
     published, meet, looks, folder = meeting.published, workers.meet_members, [], Path(sys.argv[1])
@@ -700,33 +559,23 @@ def test_a_meeting_takes_place_for_all_or_for_none(script: Script, tmp_path: Pat
         train(one, 6, 3)
         print("ended as", ab.job().rank, "of", ab.job().world_size, "of membership", one._workers.membership)
     """
-    budget = RestartBudget(0)
-    outcome = launch(
-        script(TRAINS + source), [str(tmp_path)], workers=3, min_workers=1, worker_restarts=budget, log_dir=tmp_path,
-        seconds=120.0,
-    )  # fmt: skip
-    texts = [log.read_text() for log in sorted(tmp_path.glob("worker-*.log"))]
-    assert outcome.exit_code == 0, texts
+    texts = ended(TRAINS + source, tmp_path, min_workers=1, worker_restarts=RestartBudget(0)).texts
     assert [f"ended as {rank} of 2 of membership 1" in texts[2 * rank] for rank in range(2)] == [True, True], texts
 
 
-def test_the_end_of_the_budget_is_told(script: Script, tmp_path: Path) -> None:
+def test_the_end_of_the_budget_is_told(ended: Ends) -> None:
     source = """
     if joined:
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill()
     with executor() as one:
         train(one, 9, 3)
     """
-    told: list[str] = []
-    outcome = launch(
-        script(TRAINS + source), workers=2, worker_restarts=RestartBudget(1), log_dir=tmp_path, tell=told.append
-    )
-    assert outcome.exit_code == 1
+    told = ended(TRAINS + source, code=1, workers=2, worker_restarts=RestartBudget(1)).told
     assert any("rank 1 is not replaced again: --worker-restarts 1/600s" in line for line in told), told
 
 
 def test_a_stopped_worker_of_a_job_that_is_not_elastic_may_be_woken(
-    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ended: Ends, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = """
     import os, signal, sys, time
@@ -741,16 +590,15 @@ def test_a_stopped_worker_of_a_job_that_is_not_elastic_may_be_woken(
     looks, pid = list[object](), tmp_path / "pid"
 
     def frozen(members: Members, services: object) -> list[RoleProcess]:
-        found = look(members, services)  # type: ignore[arg-type]
+        processes = look(members, services)  # type: ignore[arg-type]
         looks.extend(one for one in members._workers if one.running and one.frozen)
         if len(looks) == 3:
             (tmp_path / "part").write_text(f"{members._workers[1].pid}")
             (tmp_path / "part").rename(pid)
-        return found
+        return processes
 
     look = Members.frozen
     monkeypatch.setattr(Members, "frozen", frozen)
     for module in (supervisor, members_module):
         monkeypatch.setattr(module, "LOOK_SECONDS", 0.1)
-    outcome = launch(script(source), [str(pid)], workers=2, log_dir=tmp_path, seconds=120.0)
-    assert [one.code for one in outcome.exits] == [0, 0]
+    ended(source, pid, workers=2)

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from elastic import Deaths, train
-from jobs import PATIENT, launch, lines
+from elastic import Deaths, chosen, train
+from jobs import PATIENT, Ends, lines
 
 from anabranch.launch import RestartBudget
-from covering import pairwise
-
-Script = Callable[[str], Path]
 
 
 def test_the_others_do_the_step_of_a_killed_rank_0_again(tmp_path: Path) -> None:
@@ -38,95 +37,63 @@ def test_the_others_on_two_hosts_do_the_step_again(tmp_path: Path) -> None:
     train(tmp_path, {1: [("in the sum", 6)]}, workers=4, hosts=True)
 
 
-@pytest.mark.slow
-def test_the_first_worker_of_a_host_may_die_before_it_is_connected_with_those_of_others(tmp_path: Path) -> None:
-    train(tmp_path, {1: [("forward", 4)], 3: [("meet between hosts", 4)]}, workers=4, hosts=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "deaths", [{0: [("in the sum", 6)]}, {0: [("forward", 3)], 2: [("forward", 3)]}, {3: [("between", 5)]}], ids=str
-)
-@pytest.mark.parametrize("freezes", [False, True])
-def test_workers_of_several_hosts_may_die_and_a_whole_host_too(tmp_path: Path, deaths: Deaths, freezes: bool) -> None:
-    train(tmp_path, deaths, workers=4, hosts=True, freezes=freezes)
-
-
-@pytest.mark.slow
-def test_a_worker_that_has_missed_the_end_of_an_epoch_sees_it_again(tmp_path: Path) -> None:
-    """One has gone on to the first run of the next epoch, and one has not seen that all are at the end of this one."""
-    train(tmp_path, {0: [("forward", 4)]}, misses={1: (4, "gradients", 1)}, gloo=True)
-
-
 PLACES = ("forward", "backward", "before the sum", "in the sum", "between")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("place", "victim", "gloo"), pairwise(PLACES, range(4), [False, True], slow=False))
-def test_any_worker_may_die_anywhere(tmp_path: Path, place: str, victim: int, gloo: bool) -> None:
-    train(tmp_path, {victim: [(place, 4 + victim)]}, workers=4, gloo=gloo)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "deaths",
-    [
+def cases() -> Iterator[tuple[str, Deaths, dict[str, Any]]]:
+    """What may happen, who dies where, and the options of the job."""
+    for place, victim, gloo in chosen(PLACES, range(4), [False, True]):
+        yield "any worker may die anywhere", {victim: [(place, 4 + victim)]}, {"workers": 4, "gloo": gloo}
+    several: list[Deaths] = [
         {0: [("forward", 5)], 2: [("forward", 5)]},
         {0: [("in the sum", 3)], 3: [("forward", 6)]},
         {1: [("backward", 4)], 3: [("before a meeting", 4)]},
         {1: [("backward", 4)], 0: [("behind a meeting", 4)]},
         {3: [("in the sum", 4)], 2: [("behind a meeting", 4)], 0: [("between", 8)]},
         {0: [("forward", 1)], 1: [("forward", 2)], 2: [("forward", 3)]},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("gloo", [False, True])
-def test_several_may_die(tmp_path: Path, deaths: Deaths, gloo: bool) -> None:
-    train(tmp_path, deaths, workers=4, gloo=gloo)
+    ]
+    for deaths, gloo in product(several, [False, True]):
+        yield "several may die", deaths, {"workers": 4, "gloo": gloo}
+    hosts: list[Deaths] = [{0: [("in the sum", 6)]}, {0: [("forward", 3)], 2: [("forward", 3)]}, {3: [("between", 5)]}]
+    for deaths, freezes in product(hosts, [False, True]):
+        yield "a whole host may die", deaths, {"workers": 4, "hosts": True, "freezes": freezes}
+    unconnected: Deaths = {1: [("forward", 4)], 3: [("meet between hosts", 4)]}
+    yield "the first of a host dies before it is connected with others", unconnected, {"workers": 4, "hosts": True}
+    # One has gone on to the first run of the next epoch, and one has not seen that all are at the end of this one.
+    late = {"misses": {1: (4, "gradients", 1)}, "gloo": True}
+    yield "the end of an epoch that one has missed is seen again", {0: [("forward", 4)]}, late
+    late = {"misses": {1: (4, "rows", 1)}, "gloo": True, "evaluates": True, "accumulate": 2}
+    yield "who has missed a run of the window does it with one that evaluates", {0: [("between", 5)]}, late
+    for place, run, function in chosen(PLACES, [6, 7], [False, True]):
+        yield "a window is done again from its first run", {1: [(place, run)]}, {"accumulate": 2, "function": function}
+    yield "batches of a function are shared out anew", {2: [("in the sum", 4)]}, {"function": True}
+    for place, victim, (accumulate, run) in product(
+        ("in an evaluation", "behind an evaluation", "in a save", "between"), [0, 1], [(1, 5), (2, 5), (2, 6)]
+    ):
+        if place != "in a save" or (victim == 0 and run % accumulate == 0):  # rank 0 writes, between two windows
+            options = {"evaluates": True, "accumulate": accumulate}
+            yield "evaluations and saves begin again", {victim: [(place, run)]}, options
+    aside = {"evaluates": True, "background": True}
+    for place, victim in product(["in an evaluation", "before a save", "as the states are there", "between"], [0, 1]):
+        yield "so do saves in the background, and evaluations of any loader", {victim: [(place, 5)]}, aside
+    for one in (0, 1):  # the last message of it, behind those of the end of the one before
+        missed = aside | {"misses": {one: (6, "save", 10)}}
+        yield "a save that one has not seen begin is finished", {2: [("behind a save", 6)]}, missed
+    missed = {"evaluates": True, "misses": {1: (6, "evaluate", 6)}}  # the last message of it
+    yield "an evaluation's result is taken from who has it", {0: [("behind an evaluation", 6)]}, missed
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("place", "run", "function"), pairwise(PLACES, [6, 7], [False, True], slow=False))
-def test_an_accumulation_window_is_done_again_from_its_first_run(
-    tmp_path: Path, place: str, run: int, function: bool
-) -> None:
-    train(tmp_path, {1: [(place, run)]}, accumulate=2, function=function)
-
-
-@pytest.mark.slow
-def test_batches_of_a_function_are_shared_out_anew(tmp_path: Path) -> None:
-    train(tmp_path, {2: [("in the sum", 4)]}, function=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("place", "victim", "accumulate", "run"),
-    [
-        (place, victim, accumulate, run)
-        for place in ("in an evaluation", "behind an evaluation", "in a save", "between")
-        for victim in (0, 1)
-        for accumulate, run in ((1, 5), (2, 5), (2, 6))
-        if place != "in a save" or (victim == 0 and run % accumulate == 0)  # rank 0 writes, between two windows
-    ],
-)
-def test_evaluations_and_saves_begin_again(tmp_path: Path, place: str, victim: int, accumulate: int, run: int) -> None:
-    train(tmp_path, {victim: [(place, run)]}, evaluates=True, accumulate=accumulate)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("place", ["in an evaluation", "before a save", "as the states are there", "between"])
-def test_saves_in_the_background_and_evaluations_of_any_loader_begin_again(
-    tmp_path: Path, place: str, victim: int
-) -> None:
-    train(tmp_path, {victim: [(place, 5)]}, evaluates=True, background=True)
+@pytest.mark.parametrize(("what", "deaths", "options"), [*cases()], ids=str)
+def test_the_others_go_on(tmp_path: Path, what: str, deaths: Deaths, options: dict[str, Any]) -> None:
+    train(tmp_path, deaths, **options)
 
 
 STATES = ("before state_dict", "behind state_dict", "before export", "behind export", "at the end of export")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("place", "victim", "mode"), pairwise(STATES, [0, 1], [None, "Hybrid"], slow=False))
+@pytest.mark.parametrize(("place", "victim", "mode"), chosen(STATES, [0, 1], [None, "Hybrid"]))
 def test_states_and_exports_begin_again(tmp_path: Path, place: str, victim: int, mode: str | None) -> None:
     train(tmp_path, {victim: [(place, 5)]}, exports=True, mode=mode)
     records = lines(tmp_path / "records", "states")
@@ -194,12 +161,8 @@ OWN_ROWS = """
     ],
 )
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_worker_with_rows_of_its_own_takes_them_with_it(
-    script: Script, tmp_path: Path, way: str, accumulate: int, dies_at: int
-) -> None:
-    job = [way, f"{accumulate}", f"{dies_at}"]
-    outcome = launch(script(OWN_ROWS), job, workers=3, min_workers=2, log_dir=tmp_path)
-    assert outcome.exit_code == 0
+def test_a_worker_with_rows_of_its_own_takes_them_with_it(ended: Ends, way: str, accumulate: int, dies_at: int) -> None:
+    texts = ended(OWN_ROWS, way, accumulate, dies_at, min_workers=2).texts
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -218,7 +181,7 @@ def test_a_worker_with_rows_of_its_own_takes_them_with_it(
             optimizer.zero_grad()
             count = 0
     for rank in (0, 2):
-        text = (tmp_path / f"worker-{rank}.log").read_text()
+        text = texts[rank]
         weight, seen, dropped, epochs = json.loads(next(line for line in text.splitlines() if line.startswith("[")))
         assert weight == pytest.approx(model.weight.tolist()[0], rel=1e-12)
         assert seen == pytest.approx(losses, rel=1e-12)
@@ -275,11 +238,10 @@ IN_WINDOWS = """
     ],
 )
 def test_a_window_of_own_batches_is_done_again_as_it_was(
-    script: Script, tmp_path: Path, accumulate: int, longest: int, deaths: list[tuple[int, str, int]]
+    ended: Ends, accumulate: int, longest: int, deaths: list[tuple[int, str, int]]
 ) -> None:
     job, workers = json.dumps([accumulate, longest, deaths]), 2 + len(deaths)
-    outcome = launch(script(IN_WINDOWS), [job], workers=workers, min_workers=2, log_dir=tmp_path)
-    assert outcome.exit_code == 0
+    texts = ended(IN_WINDOWS, job, workers=workers, min_workers=2).texts
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1).double()
     optimizer, window, steps = torch.optim.SGD(model.parameters(), lr=0.01), list[torch.Tensor](), 0
@@ -293,15 +255,9 @@ def test_a_window_of_own_batches_is_done_again_as_it_was(
             optimizer.step()
             window, steps = [], steps + 1
     for rank in (0, 2):
-        text = (tmp_path / f"worker-{rank}.log").read_text()
-        weight, *counts = json.loads(next(line for line in text.splitlines() if line.startswith("[")))
+        weight, *counts = json.loads(next(line for line in texts[rank].splitlines() if line.startswith("[")))
         assert counts == [[5, 3] if len(deaths) > 1 else [4, 4], list(range(1, 9)), steps]
         assert weight == pytest.approx(model.weight.tolist()[0], rel=1e-12)
-
-
-@pytest.mark.slow
-def test_a_worker_that_has_missed_a_run_of_the_window_does_it_with_one_that_evaluates(tmp_path: Path) -> None:
-    train(tmp_path, {0: [("between", 5)]}, misses={1: (4, "rows", 1)}, gloo=True, evaluates=True, accumulate=2)
 
 
 OUTSIDE = """
@@ -321,11 +277,8 @@ OUTSIDE = """
 """
 
 
-def test_a_sum_outside_of_a_step_is_not_done_again(script: Script, tmp_path: Path) -> None:
-    options = {"min_workers": 1, "worker_restarts": RestartBudget(0)}
-    outcome = launch(script(OUTSIDE), workers=3, log_dir=tmp_path, seconds=120.0, **options)
-    texts = [(tmp_path / f"worker-{rank}.log").read_text() for rank in (0, 2)]
-    assert outcome.exit_code == 0, texts
+def test_a_sum_outside_of_a_step_is_not_done_again(ended: Ends) -> None:
+    texts = ended(OUTSIDE, min_workers=1, worker_restarts=RestartBudget(0)).texts[::2]
     assert all("\nlost rank 1\n" in text and text.endswith("\nnow 2.0\n") for text in texts), texts
 
 
@@ -352,12 +305,10 @@ CLOSES = """
 
 
 def test_the_others_go_on_without_one_that_has_closed_and_works_on(
-    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ended: Ends, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    outcome = launch(script(CLOSES), workers=2, log_dir=tmp_path, patience=PATIENT, seconds=120.0)
-    texts = [(tmp_path / f"worker-{rank}.log").read_text() for rank in range(2)]
-    assert outcome.exit_code == 0, texts
+    texts = ended(CLOSES, workers=2, patience=PATIENT).texts
     assert [text.endswith(f"ended with {size}\n") for text, size in zip(texts, (2, 1), strict=True)] == [True] * 2
     assert "sockets" not in texts[1], "a worker alone has no gradients to send"
     assert "the others have gone on without this worker, which had closed its Executor before them" in texts[0]
@@ -381,10 +332,8 @@ FAILS = """
 """
 
 
-def test_the_others_do_not_go_on_without_one_that_has_failed_and_ends_late(script: Script, tmp_path: Path) -> None:
-    outcome = launch(script(FAILS), workers=2, log_dir=tmp_path, patience=PATIENT, seconds=120.0)
-    text = (tmp_path / "worker-1.log").read_text()
-    assert outcome.exit_code == 1
+def test_the_others_do_not_go_on_without_one_that_has_failed_and_ends_late(ended: Ends) -> None:
+    text = ended(FAILS, code=1, workers=2, patience=PATIENT).texts[1]
     assert "\nended at 5\n" in text, text
     assert "rank 0 has left" in text
 
@@ -398,11 +347,10 @@ EARLY = """
 """
 
 
-def test_a_worker_that_dies_before_it_has_an_executor_is_not_waited_for(script: Script, tmp_path: Path) -> None:
-    outcome = launch(script(EARLY), workers=3, min_workers=1, log_dir=tmp_path, patience=PATIENT, seconds=120.0)
-    assert not outcome.timed_out
-    assert outcome.exit_code == 1
-    assert "PeerLost: its process has ended (peer rank 1" in (tmp_path / "worker-0.log").read_text()
+def test_a_worker_that_dies_before_it_has_an_executor_is_not_waited_for(ended: Ends) -> None:
+    job = ended(EARLY, code=1, min_workers=1, patience=PATIENT)
+    assert not job.outcome.timed_out
+    assert "PeerLost: its process has ended (peer rank 1" in job.texts[0]
 
 
 TWO = """
@@ -435,15 +383,13 @@ TWO = """
 
 @pytest.mark.parametrize("executors", ["one", "both"])
 def test_a_save_in_the_background_is_lost_with_its_worker_and_a_job_of_two_executors_ends(
-    script: Script, tmp_path: Path, executors: str
+    ended: Ends, executors: str
 ) -> None:
-    options = {"min_workers": 1, "worker_restarts": RestartBudget(0), "patience": PATIENT}
-    outcome = launch(script(TWO), [executors], workers=3, log_dir=tmp_path, seconds=120.0, **options)
-    assert not outcome.timed_out
-    text = (tmp_path / "worker-1.log").read_text()
+    goes_on, options = executors == "one", {"min_workers": 1, "worker_restarts": RestartBudget(0), "patience": PATIENT}
+    job = ended(TWO, executors, code=int(not goes_on), **options)
+    assert not job.outcome.timed_out
+    text = job.texts[1]
     assert "saved" not in text
-    goes_on = executors == "one"
-    assert outcome.exit_code == int(not goes_on)
     assert ("goes on" in text.splitlines()) == goes_on
     assert ("rank 0 was lost, and may not have written the save of step 2" in text) == goes_on
     assert ("the job does not go on without it: the script has two Executors open at once" in text) == (not goes_on)
@@ -487,27 +433,20 @@ ENDS = """
     ids=str,
 )
 def test_an_exit_code_ends_the_job_and_a_kill_does_not(
-    script: Script, tmp_path: Path, ends: dict[int, int], least: int, code: int
+    ended: Ends, tmp_path: Path, ends: dict[int, int], least: int, code: int
 ) -> None:
-    arguments = [str(tmp_path), *(f"{rank}:{int(end)}" for rank, end in ends.items())]
-    options = {"min_workers": least, "worker_restarts": RestartBudget(0)}
-    told: list[str] = []
-    outcome = launch(script(ENDS), arguments, workers=3, log_dir=tmp_path, tell=told.append, **options)
-    assert outcome.exit_code == code
-    assert any("is the second that has crashed in step 2" in line for line in told) == (
-        -signal.SIGABRT in ends.values()
-    )
+    arguments = [tmp_path, *(f"{rank}:{int(end)}" for rank, end in ends.items())]
+    told = ended(ENDS, *arguments, code=code, min_workers=least, worker_restarts=RestartBudget(0)).told
+    crashed = any("is the second that has crashed in step 2" in line for line in told)
+    assert crashed == (-signal.SIGABRT in ends.values())
 
 
 def test_the_screen_shows_the_log_of_whoever_is_rank_0(
-    script: Script, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ended: Ends, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     says = "\n    print(f'process {rank} is rank {now[\"ranks\"][rank]}')\n"
-    options = {"min_workers": 1, "worker_restarts": RestartBudget(0), "log_dir": tmp_path, "live": True}
-    told: list[str] = []
-    arguments = [str(tmp_path), f"0:{-signal.SIGKILL:d}"]
-    outcome = launch(script(ENDS + says), arguments, workers=3, tell=told.append, **options)
-    assert outcome.exit_code == 0
-    assert [line.endswith("goes on with 2 workers, whose rank 0 writes to worker-2.log") for line in told] == [True]
+    options = {"min_workers": 1, "worker_restarts": RestartBudget(0), "live": True}
+    job = ended(ENDS + says, tmp_path, f"0:{-signal.SIGKILL:d}", **options)
+    assert [line.endswith("goes on with 2 workers, whose rank 0 writes to worker-2.log") for line in job.told] == [True]
     assert capfd.readouterr().out == "process 2 is rank 0\n"
-    assert (tmp_path / "worker-1.log").read_text() == "process 1 is rank 1\n"
+    assert job.texts[1] == "process 1 is rank 1\n"

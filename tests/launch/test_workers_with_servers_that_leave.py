@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
-from elastic import Deaths, train
-from jobs import launch
+from elastic import Deaths, chosen, train
+from jobs import Ends
 
 import anabranch as ab
 from anabranch.launch import RestartBudget
 from anabranch.launch.supervision import members, supervisor
-from covering import pairwise
-
-Script = Callable[[str], Path]
 
 
 def test_a_step_whose_worker_has_told_one_server_of_it_is_applied_on_both(tmp_path: Path) -> None:
@@ -26,48 +25,31 @@ def test_a_step_whose_worker_has_told_one_server_of_it_is_applied_on_both(tmp_pa
 PLACES = ("forward", "pull", "backward", "half pushed", "pushed", "before the vote", "voted", "half told", "told")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("place", "victim", "mode"), pairwise([*PLACES, "between"], range(3), ["PS", "Hybrid"], slow=False)
-)
-def test_any_worker_may_die_anywhere(tmp_path: Path, place: str, victim: int, mode: str) -> None:
-    train(tmp_path, {victim: [(place, 3 + victim)]}, mode=mode, clip=None if victim == 1 else 0.3)
+def cases() -> Iterator[tuple[str, Deaths, dict[str, Any]]]:
+    """What may happen, who dies where, and the options of the job."""
+    for place, victim, mode in chosen([*PLACES, "between"], range(3), ["PS", "Hybrid"]):
+        options = {"mode": mode, "clip": None if victim == 1 else 0.3}
+        yield "any worker may die anywhere", {victim: [(place, 3 + victim)]}, options
+    for victim, clip in ((0, 0.3), (1, None)):
+        refused: Deaths = {victim: [("refused", 4)]}
+        yield "a worker whose push was refused may die", refused, {"mode": "PS", "clip": clip}
+    for mode in ("PS", "Hybrid"):
+        for place in PLACES:
+            options = {"mode": mode, "cache": True, "accumulate": 2, "evaluates": True}
+            yield "caches and windows begin again", {1: [(place, 7)]}, options
+        last: list[Deaths] = [{0: [("between", 10)]}, {0: [("told", 9)]}, {2: [("voted", 9)]}]
+        for deaths in last:
+            yield "the last step is applied too", deaths, {"mode": mode, "durability": "log", "last": True}
+        yield "a frozen worker leaves", {1: [("pushed", 4)]}, {"mode": mode, "freezes": True}
+        for place, (victim, cache) in product(["half pushed", "half told"], [(0, False), (1, True)]):
+            options = {"mode": mode, "least": None, "restarts": 1, "left": 3, "cache": cache, "evaluates": cache}
+            yield "a replacement takes the place of a killed worker", {victim: [(place, 4)]}, options
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["PS", "Hybrid"])
-@pytest.mark.parametrize("place", PLACES)
-def test_caches_and_windows_begin_again(tmp_path: Path, place: str, mode: str) -> None:
-    train(tmp_path, {1: [(place, 7)]}, mode=mode, cache=True, accumulate=2, evaluates=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("victim", "clip"), [(0, 0.3), (1, None)])
-def test_a_worker_whose_push_was_refused_may_die(tmp_path: Path, victim: int, clip: float | None) -> None:
-    train(tmp_path, {victim: [("refused", 4)]}, mode="PS", clip=clip)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["PS", "Hybrid"])
-@pytest.mark.parametrize("deaths", [{0: [("between", 10)]}, {0: [("told", 9)]}, {2: [("voted", 9)]}], ids=str)
-def test_the_last_step_is_applied_too(tmp_path: Path, deaths: Deaths, mode: str) -> None:
-    train(tmp_path, deaths, mode=mode, durability="log", last=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["PS", "Hybrid"])
-def test_a_frozen_worker_leaves(tmp_path: Path, mode: str) -> None:
-    train(tmp_path, {1: [("pushed", 4)]}, mode=mode, freezes=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["PS", "Hybrid"])
-@pytest.mark.parametrize("place", ["half pushed", "half told"])
-@pytest.mark.parametrize(("victim", "cache"), [(0, False), (1, True)])
-def test_a_replacement_takes_the_place_of_a_killed_worker(
-    tmp_path: Path, place: str, victim: int, cache: bool, mode: str
-) -> None:
-    train(tmp_path, {victim: [(place, 4)]}, mode=mode, least=None, restarts=1, left=3, cache=cache, evaluates=cache)
+@pytest.mark.parametrize(("what", "deaths", "options"), [*cases()], ids=str)
+def test_the_others_go_on(tmp_path: Path, what: str, deaths: Deaths, options: dict[str, Any]) -> None:
+    train(tmp_path, deaths, **options)
 
 
 FREEZES = """
@@ -92,11 +74,8 @@ FREEZES = """
 """
 
 
-def test_a_frozen_server_is_killed_and_restarted_with_its_log(script: Script, tmp_path: Path) -> None:
-    outcome = launch(
-        script(FREEZES), [str(tmp_path)], workers=2, servers=1, durability="log", log_dir=tmp_path, seconds=120.0
-    )
-    assert outcome.exit_code == 0, [log.read_text() for log in tmp_path.glob("*.log")]
+def test_a_frozen_server_is_killed_and_restarted_with_its_log(ended: Ends, tmp_path: Path) -> None:
+    ended(FREEZES, tmp_path, workers=2, servers=1, durability="log")
 
 
 SAVES = """
@@ -126,12 +105,8 @@ SAVES = """
 """
 
 
-def test_a_save_begins_again_if_a_server_is_restarted_meanwhile(script: Script, tmp_path: Path) -> None:
-    told = list[str]()
-    outcome = launch(
-        script(SAVES), [str(tmp_path)], servers=1, durability="log", log_dir=tmp_path, tell=told.append, seconds=120.0
-    )
-    assert outcome.exit_code == 0, [log.read_text() for log in tmp_path.glob("*.log")]
+def test_a_save_begins_again_if_a_server_is_restarted_meanwhile(ended: Ends, tmp_path: Path) -> None:
+    told = ended(SAVES, tmp_path, workers=1, servers=1, durability="log").told
     assert [line.partition("; ")[2] for line in told] == ["restarted (1 of 3)"]
 
 
@@ -165,10 +140,8 @@ REFUSES = """
 """
 
 
-def test_a_server_that_is_lost_as_the_workers_meet_ends_the_job_and_is_named(script: Script, tmp_path: Path) -> None:
-    outcome = launch(script(REFUSES), workers=2, servers=1, min_workers=1, log_dir=tmp_path, seconds=120.0)
-    assert outcome.exit_code == 1
-    failure = outcome.first_failure
+def test_a_server_that_is_lost_as_the_workers_meet_ends_the_job_and_is_named(ended: Ends) -> None:
+    failure = ended(REFUSES, code=1, workers=2, servers=1, min_workers=1).outcome.first_failure
     assert failure is not None
     assert "PeerLost: the server is frozen" in failure.last_words().splitlines()[-1]
 
@@ -240,18 +213,14 @@ with ab.Executor(step, plan["mode"], dataloaders={"default": loader}, consistenc
     ],
 )
 def test_nobody_waits_for_a_killed_worker_where_pushes_are_applied_as_they_come(
-    script: Script, tmp_path: Path, mode: str, consistency: str, push_bound: int, victim: int
+    ended: Ends, tmp_path: Path, mode: str, consistency: str, push_bound: int, victim: int
 ) -> None:
     apart = mode == "PS" and consistency != "bsp"
     plan = {"mode": mode, "consistency": consistency, "push_bound": push_bound, "victim": victim, "apart": apart}
-    told = list[str]()
-    outcome = launch(
-        script(APART), [str(tmp_path), json.dumps(plan)], workers=3, servers=2, min_workers=1, log_dir=tmp_path,
-        worker_restarts=RestartBudget(3 if apart else 0), tell=told.append, seconds=120.0,
-    )  # fmt: skip
-    assert outcome.exit_code == 0, "\n".join([*told, *(log.read_text() for log in sorted(tmp_path.glob("*.log")))])
-    assert not any("takes its place" in line for line in told), "a newcomer could not join workers that run apart"
-    assert [one.code for one in outcome.exits] == [-signal.SIGKILL if rank == victim else 0 for rank in range(3)]
+    options = {"servers": 2, "min_workers": 1, "worker_restarts": RestartBudget(3 if apart else 0)}
+    job = ended(APART, tmp_path, json.dumps(plan), **options)
+    assert not any("takes its place" in line for line in job.told), "a newcomer could not join workers that run apart"
+    assert [one.code for one in job.outcome.exits] == [-signal.SIGKILL if rank == victim else 0 for rank in range(3)]
     for rank in {0, 1, 2} - {victim}:
         first, last, longest, dropped, memberships = json.loads((tmp_path / str(rank)).read_text())
         assert last < first

@@ -17,15 +17,8 @@ from torch.distributed import HashStore
 from anabranch.liveness import watcher
 from anabranch.liveness.peers import Identity, Peers
 from anabranch.record.process import process_stat
+from toys import Seconds
 from waiting import wait_until
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -53,15 +46,16 @@ def watching(
     return peers
 
 
-def wait_for_state(pid: int, letters: str) -> None:
-    wait_until(lambda: process_stat(pid)[0] in letters)
+def send(child: subprocess.Popen[bytes], number: int, letters: str) -> None:
+    """Send a signal, and return once the process is in a state that has one of these letters."""
+    child.send_signal(number)
+    wait_until(lambda: process_stat(child.pid)[0] in letters)
 
 
 def test_a_stopped_peer_is_lost_once_seen_stopped_for_a_heartbeat(child: subprocess.Popen[bytes]) -> None:
-    clock = Clock()
+    clock = Seconds()
     peers = watching({1: identity_of(child.pid)}, clock=clock)
-    child.send_signal(signal.SIGSTOP)
-    wait_for_state(child.pid, "Tt")
+    send(child, signal.SIGSTOP, "Tt")
     assert peers.lost([1], 1.0) == {}
     clock.now = 0.9
     assert peers.lost([1], 1.0) == {}
@@ -71,10 +65,9 @@ def test_a_stopped_peer_is_lost_once_seen_stopped_for_a_heartbeat(child: subproc
 
 
 def test_a_peer_that_was_stopped_with_this_process_is_not_lost(child: subprocess.Popen[bytes]) -> None:
-    clock = Clock()
+    clock = Seconds()
     peers = watching({1: identity_of(child.pid)}, clock=clock)
-    child.send_signal(signal.SIGSTOP)
-    wait_for_state(child.pid, "Tt")
+    send(child, signal.SIGSTOP, "Tt")
     assert peers.lost([1], 1.0) == {}
     clock.now = 75.0  # this one was stopped, too, and was woken first
     assert peers.lost([1], 1.0) == {}
@@ -83,25 +76,21 @@ def test_a_peer_that_was_stopped_with_this_process_is_not_lost(child: subprocess
 
 
 def test_a_peer_that_resumes_in_time_is_not_lost(child: subprocess.Popen[bytes]) -> None:
-    clock = Clock()
+    clock = Seconds()
     peers = watching({1: identity_of(child.pid)}, clock=clock)
-    child.send_signal(signal.SIGSTOP)
-    wait_for_state(child.pid, "Tt")
+    send(child, signal.SIGSTOP, "Tt")
     assert peers.lost([1], 1.0) == {}
-    child.send_signal(signal.SIGCONT)
-    wait_for_state(child.pid, "RS")
+    send(child, signal.SIGCONT, "RS")
     clock.now = 0.9
     assert peers.lost([1], 1.0) == {}
-    child.send_signal(signal.SIGSTOP)
-    wait_for_state(child.pid, "Tt")
+    send(child, signal.SIGSTOP, "Tt")
     clock.now = 1.1
     assert peers.lost([1], 1.0) == {}  # stopped anew, for no time at all yet
 
 
 def test_a_dead_peer_is_lost_at_once_even_before_it_is_buried(child: subprocess.Popen[bytes]) -> None:
     peers = watching({1: identity_of(child.pid)})
-    child.kill()
-    wait_for_state(child.pid, "ZX")
+    send(child, signal.SIGKILL, "ZX")
     assert peers.lost([1], 1.0) == {1: "its process has ended"}
 
 
@@ -112,16 +101,14 @@ def ended() -> Identity:
 
 def test_while_one_peer_may_have_frozen_another_that_ended_is_not_named_alone(child: subprocess.Popen[bytes]) -> None:
     """It may have ended because it saw the frozen one earlier than this rank."""
-    clock = Clock()
+    clock = Seconds()
     peers = watching({1: identity_of(child.pid), 2: ended()}, clock=clock)
-    child.send_signal(signal.SIGSTOP)
-    wait_for_state(child.pid, "Tt")
+    send(child, signal.SIGSTOP, "Tt")
     assert peers.lost([1, 2], 1.0) == {}
     assert peers.lost([2], 1.0) == {2: "its process has ended"}  # in a group without the stopped one
     clock.now = 1.0
     assert peers.lost([1, 2], 1.0) == {1: "its process is stopped"}
-    child.send_signal(signal.SIGCONT)
-    wait_for_state(child.pid, "RS")
+    send(child, signal.SIGCONT, "RS")
     assert peers.lost([1, 2], 1.0) == {2: "its process has ended"}
 
 
@@ -141,8 +128,7 @@ def test_another_process_with_the_pid_of_a_dead_peer_is_not_mistaken_for_it(chil
 def test_a_peer_that_was_not_met_is_looked_up_once_it_is_there(child: subprocess.Popen[bytes]) -> None:
     store = HashStore()
     peers = watching({}, store=store)
-    child.kill()
-    wait_for_state(child.pid, "ZX")
+    send(child, signal.SIGKILL, "ZX")
     peers.look_up([1], 1.0)
     assert peers.lost([1], 1.0) == {}
     store.set("anabranch/0/identity/1", identity_of(child.pid).encode())

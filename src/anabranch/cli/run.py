@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import shutil
 import tempfile
@@ -15,7 +16,7 @@ import typer
 
 from anabranch.cli.job_end import show_end
 from anabranch.cli.messages import plain_errors, tell
-from anabranch.cli.options import Arguments, Experts, IsModule, OfTorchrun, Script, Servers, Workers
+from anabranch.cli.options import Arguments, Experts, IsModule, Script, Servers, Workers
 from anabranch.launch import Durability, JobOutcome, JobSpec, PythonProgram, RestartBudget, launch
 from anabranch.launch.supervision.signals import collect_signals
 from anabranch.transport.redis_directory import RedisLink, is_redis_url
@@ -27,7 +28,6 @@ def run(
     script: Script,
     arguments: Arguments = None,
     module: IsModule = False,
-    of_torchrun: OfTorchrun = None,
     workers: Workers = 1,
     min_workers: Annotated[
         int | None,
@@ -175,9 +175,7 @@ def _check_engine(engine: str, **options: object) -> None:
     for name in others:
         if options[name]:
             cure = "leave it out" if engine == "ray" else "give --engine ray, too"
-            raise typer.BadParameter(
-                f"--engine {engine} does not use it; {cure}", param_hint=f"--{name.replace('_', '-')}"
-            )
+            raise typer.BadParameter(f"--engine {engine} does not use it; {cure}", param_hint=f"--{name}")
 
 
 def _tell_of_options(script: str, arguments: Sequence[str], missing: Mapping[str, bool]) -> None:
@@ -191,27 +189,22 @@ def _log_directory(folder: Path | None) -> Path:
     """Return a folder for the logs that no running job has, and hold it until this process ends."""
     if folder is None:
         return Path(tempfile.mkdtemp(prefix="anabranch-logs-"))
-    logs, number = folder, 1
-    while not _hold(logs):
-        number += 1
-        logs = folder.resolve().with_name(f"{folder.resolve().name}.{number}")
+    for number in itertools.count(1):
+        logs = folder if number == 1 else folder.resolve().with_name(f"{folder.resolve().name}.{number}")
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(logs, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            text = f"cannot make the directory {logs}: {error.strerror}"
+            raise typer.BadParameter(text, param_hint="--log-dir") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            continue
+        except OSError:  # a file system without locks
+            os.close(descriptor)
+        break
     if number > 1:
         tell(f"a running job writes to {folder}; the logs of this one: {logs}")
     return logs
-
-
-def _hold(logs: Path) -> bool:
-    """Make a folder and hold it; return False if a running job does."""
-    try:
-        logs.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(logs, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise typer.BadParameter(
-            f"cannot make the directory {logs}: {error.strerror}", param_hint="--log-dir"
-        ) from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        return not isinstance(error, BlockingIOError)  # a file system without locks
-    return True

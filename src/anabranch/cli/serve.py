@@ -103,9 +103,7 @@ def experts(
     from anabranch.experts.server.layers import make_backends_of, make_named_experts
 
     if (make is None) == (uids is None):
-        raise typer.BadParameter(
-            "which experts? name a function, such as train.py:make_backends, or --uids 'ffn.[0:4]'"
-        )
+        raise typer.BadParameter("which experts? name a function such as train.py:make_backends or --uids 'ffn.[0:4]'")
     named = {"module": module, "optimizer": optimizer, "lr": lr, "max-batch-size": max_batch_size}
     if make is not None and (option := next((name for name, value in named.items() if value is not None), None)):
         raise typer.BadParameter(f"--{option} goes with --uids; {make} returns backends that have theirs")
@@ -177,9 +175,7 @@ def parameters(
     from anabranch.tables.warming import compile_kernels
 
     if (durability != "none") != (checkpoint_dir is not None):
-        raise typer.BadParameter(
-            "--durability log or checkpoint needs --checkpoint-dir, which keeps nothing without one of them"
-        )
+        raise typer.BadParameter("--durability log or checkpoint and --checkpoint-dir need each other")
     if repair and durability == "none":
         raise typer.BadParameter("--repair needs --durability and --checkpoint-dir: it repairs the files there")
     if shard >= shards:

@@ -38,10 +38,8 @@ _numbers = count()  # of grids, the same on all ranks
 def make_grid(job: Job, data: int, pipeline: int) -> Grid:
     """Return the value of ``Job.grid``."""
     if data < 1 or pipeline < 1 or data * pipeline != job.world_size:
-        raise ValueError(
-            f"data={data} times pipeline={pipeline} is {data * pipeline}, but the job has {job.world_size} "
-            f"worker{'s' * (job.world_size != 1)}; choose degrees of at least 1 whose product is {job.world_size}"
-        )
+        workers = f"{job.world_size} worker{'s' * (job.world_size != 1)}"
+        raise ValueError(f"data={data} times pipeline={pipeline} is to be {job.world_size}: the job has {workers}")
     if job.role != "worker":
         raise ValueError(f"only workers have a place in the grid; this process has the role {job.role!r}")
     _meet(job)

@@ -16,7 +16,6 @@ the script loads.
 from __future__ import annotations
 
 import os
-import select
 import signal
 import tempfile
 import time
@@ -39,7 +38,6 @@ from anabranch.job import (
     RUN_VARIABLE,
 )
 from anabranch.launch.job_status import JobFile
-from anabranch.launch.meeting.rendezvous import PROGRAM, Rendezvous
 from anabranch.launch.output.long_waits import LongWaits
 from anabranch.launch.output.screen import Screen
 from anabranch.launch.python_program import PythonProgram
@@ -55,7 +53,6 @@ from anabranch.record.trace import ProcessTrace, read_part, write_trace
 from anabranch.transport.certificates import KEYS_VARIABLE
 
 _LINGER_SECONDS = 25.0  # for which a service serves on after its first signal while workers are connected
-_END_SECONDS = 5.0
 
 
 @dataclass(slots=True)
@@ -122,10 +119,6 @@ class Site(ABC):
         """Start a role, at any time; ``restarted``: how often it was started before."""
 
     @abstractmethod
-    def show(self) -> None:
-        """Let the workers see what was published beside ``members``."""
-
-    @abstractmethod
     def state(self, shard: int) -> str:
         """Return a folder that outlives the process of a parameter server."""
 
@@ -136,37 +129,6 @@ class Site(ABC):
 
 Sites: TypeAlias = Callable[[Attempt], AbstractContextManager[Site]]
 """Makes the site of an attempt ready; the end of its block ends what it has started."""
-
-
-@contextmanager
-def rendezvous(
-    attempt: Attempt,
-    start: Callable[[ProcessSpec, int], RoleProcess],
-    directory: str | None,
-    keys: Path | None,
-    host: str = "127.0.0.1",
-) -> Iterator[tuple[RoleProcess, int]]:
-    """Run the process through which all meet until the block ends; yield it, ready, and the port of its store."""
-    with ExitStack() as stack, Rendezvous(directory, keys, host) as meeting:
-        env = {**attempt.base, "TORCHELASTIC_RUN_ID": attempt.run_id}
-        log = attempt.spec.log_dir / "rendezvous-0.log"
-        process = start(ProcessSpec("rendezvous", 0, PROGRAM, env, log, stdin=meeting.descriptor), 0)
-        stack.callback(_end_rendezvous, attempt, process)
-        meeting.wait_until_ready()
-        yield process, meeting.port
-
-
-def _end_rendezvous(attempt: Attempt, process: RoleProcess) -> None:
-    """Wait for the end of the process, whose channel is closed."""
-    if attempt.stopped is not None:  # it may still import
-        process.signal(signal.SIGKILL)
-    if process.running:
-        if not select.select([process.pidfd], [], [], _END_SECONDS)[0]:
-            process.signal(signal.SIGKILL)
-        process.reap()
-    with suppress(OSError):
-        if not process.early and not process.log.stat().st_size:  # shown for one that was lost
-            process.log.unlink()
 
 
 def run_job(spec: JobSpec, sites: Sites, tell: Callable[[str], None]) -> JobOutcome:
@@ -214,13 +176,13 @@ def _run(sites: Sites, attempt: Attempt) -> JobOutcome:
         signals.call_on_stop(None)  # from here on the supervisor's loop looks at them
         attempt.check()
         roles = [
-            replace(_role(attempt, site, "worker", rank), restarts=spec.worker_restarts.new())
+            replace(_role(attempt, site, "worker", rank), restarts=replace(spec.worker_restarts))
             for rank in range(spec.max_workers or spec.workers)
         ]
         members = None
         if spec.may_lose_workers:
             least, more = spec.min_workers or spec.workers, roles[spec.workers :]
-            members = Members(workers, spec.workers, least, site.members, say, site.show, more)
+            members = Members(workers, spec.workers, least, site.members, say, more)
         supervisor = Supervisor(
             workers,
             signals,
@@ -264,14 +226,14 @@ def _services(attempt: Attempt, site: Site) -> Iterator[ProcessSpec]:
         yield replace(
             _role(attempt, site, "parameters", shard),
             program=_serve_parameters(spec, shard, endpoint, site),
-            restarts=None if spec.durability == "none" else spec.service_restarts.new(),
+            restarts=None if spec.durability == "none" else replace(spec.service_restarts),
             endpoint=endpoint,
         )
     for index in range(spec.experts):
         listens = site.expert_listens(index)
         yield replace(
             _role(attempt, site, "expert", index),
-            restarts=spec.service_restarts.new(),
+            restarts=replace(spec.service_restarts),
             endpoint=listens if listens and listens.startswith("unix:") else None,
         )
 
@@ -325,19 +287,11 @@ def _environment_of(attempt: Attempt, site: Site, role: Role, rank: int) -> dict
         for name in _RENDEZVOUS:
             env.pop(name, None)
     else:
-        env |= {
-            "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
-            "ROLE_RANK": str(rank),
-            "ROLE_NAME": "worker",
-            "ROLE_WORLD_SIZE": count,
-            JOB_VARIABLE: attempt.run_id,
-            "MASTER_ADDR": site.master[0],
-            "MASTER_PORT": str(site.master[1]),
-            "TORCHELASTIC_MAX_RESTARTS": "0",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        }
+        env |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", JOB_VARIABLE: attempt.run_id}
+        env |= {"ROLE_NAME": "worker", "ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": count}
+        env |= {"MASTER_ADDR": site.master[0], "MASTER_PORT": str(site.master[1])}
+        env |= {"TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
         errors = tempfile.gettempdir() if site.meeting is None else site.meeting.parent
         env["TORCHELASTIC_ERROR_FILE"] = os.path.join(errors, f"anabranch-{attempt.run_id}-{rank}.json")
         if site.meeting is None:  # a rank has its actor, and so its GPU, for itself
@@ -385,7 +339,5 @@ def _write_trace(path: Path, parts: list[ProcessTrace], names: Mapping[str, str]
     except OSError as error:
         return f"no trace was written to {path}: {error.strerror}"
     missing = f" ({wrote.dropped} more were dropped)" if wrote.dropped else ""
-    return (
-        f"the trace: {path}, {wrote.spans} spans of {wrote.processes} processes{missing}; open it at "
-        "https://ui.perfetto.dev"
-    )
+    what = f"{wrote.spans} spans of {wrote.processes} processes{missing}"
+    return f"the trace: {path}, {what}; open it at https://ui.perfetto.dev"

@@ -254,8 +254,8 @@ def status_of(folder: Path) -> JobStatus:
     ended = record.ended
     roles = [_read_role(folder, process, ended=ended is not None) for process in record.roles]
     seconds = max(0.0, (time.time() if ended is None else ended) - record.started)
-    job = replace(job_of(roles), started=record.started, ended=ended, seconds=seconds)
-    return replace(job, script=record.script, folder=str(folder), trace=record.trace)
+    facts: dict[str, Any] = {"started": record.started, "ended": ended, "seconds": seconds, "script": record.script}
+    return replace(job_of(roles), folder=str(folder), trace=record.trace, **facts)
 
 
 def job_of(reports: Sequence[tuple[RoleStatus, Mapping[str, Any]]]) -> JobStatus:
@@ -321,30 +321,18 @@ def ahead(facts: Mapping[str, Any], seconds: float) -> dict[str, Any]:
 
 def _with_facts(role: RoleStatus, facts: Mapping[str, Any]) -> RoleStatus:
     run, opened = facts.get("run", {}), facts.get("open", ())
-    service: dict[str, Any] = {}
-    for name in _SERVICES:
-        service.update(facts.get(name, {}))
+    known: dict[str, Any] = {"steps": run.get("steps"), "loads": run.get("tables", {}), "crossed": run.get("bytes", {})}
+    known["service"] = {name: value for of in _SERVICES for name, value in facts.get(of, {}).items()}
     doing = next((one for one in opened if one["name"] in ACTIVITIES), None)
     if doing is not None:
-        role = replace(role, doing=ACTIVITIES[doing["name"]], doing_seconds=_seconds_since(doing))
+        known |= {"doing": ACTIVITIES[doing["name"]], "doing_seconds": _seconds_since(doing)}
     longest = next((one for one in opened if one["name"] == "wait"), None)
-    if longest is not None and role.state == "running":  # a frozen one does not wait
-        role = replace(
-            role,
-            state="waiting",
-            waiting_for=longest["peer"],
-            waiting_seconds=_seconds_since(longest),
-            waiting_limit=longest.get("limit"),
-            operation=longest["operation"],
-        )
-    return replace(
-        role,
-        steps=run.get("steps"),
-        service=service,
-        loads=run.get("tables", {}),
-        crossed=run.get("bytes", {}),
-        crossing=run.get("bytes_per_second", {}) if role.state == "running" else {},
-    )
+    if longest is None or role.state != "running":  # a frozen one does not wait
+        known["crossing"] = run.get("bytes_per_second", {}) if role.state == "running" else {}
+    else:
+        known |= {"state": "waiting", "waiting_for": longest["peer"], "waiting_seconds": _seconds_since(longest)}
+        known |= {"waiting_limit": longest.get("limit"), "operation": longest["operation"]}
+    return replace(role, **known)
 
 
 def _seconds_since(span: Mapping[str, Any]) -> float:

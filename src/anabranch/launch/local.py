@@ -16,8 +16,9 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from anabranch.launch.forks.launcher_side import ForkServer, ForkServerError, why_no_fork_server, why_not_forked
-from anabranch.launch.job import Attempt, Site, rendezvous, run_job
+from anabranch.launch.job import Attempt, Site, run_job
 from anabranch.launch.meeting.addresses import private_place, tcp_place
+from anabranch.launch.meeting.rendezvous import rendezvous
 from anabranch.launch.spec import JobSpec
 from anabranch.launch.supervision.orphans import adopt_orphans, kill_orphans
 from anabranch.launch.supervision.outcome import JobOutcome
@@ -84,9 +85,6 @@ class _Site(Site):
         self.rendezvous, port = stack.enter_context(rendezvous(attempt, self.start, own, self._place.keys))
         self.master = ("127.0.0.1", port)
         self.meeting = self.members = self._scratch / f"meeting-{port}"
-
-    def show(self) -> None:
-        """Do nothing: they see it."""
 
     def state(self, shard: int) -> str:
         return str(self._scratch / "parameters")

@@ -21,7 +21,6 @@ from contextlib import ExitStack
 from typing import Any, NoReturn, cast
 
 from anabranch.deadline import Deadline
-from anabranch.errors import DeadlineExceeded
 from anabranch.experts import Directory, ExpertBackend, ExpertServer
 from anabranch.experts.directory import as_directory
 from anabranch.job import LINGER_VARIABLE, LISTEN_VARIABLE, RUN_VARIABLE, DirectoryLike, Job
@@ -101,13 +100,9 @@ def _wait_for_experts(directory: DirectoryLike, count: int, deadline: Deadline) 
         missing = [index for index in range(count) if index not in here]
         if not missing:
             return
-        if deadline.remaining() <= 0:
-            raise DeadlineExceeded(
-                f"{len(missing)} of {count} expert processes have not announced themselves; see their logs",
-                peer=", ".join(f"expert {index}" for index in missing),
-                operation="serve",
-                elapsed=deadline.elapsed(),
-            )
+        if deadline.expired():
+            why = f"{len(missing)} of {count} expert processes have not announced themselves; see their logs"
+            raise deadline.error(peer=", ".join(f"expert {index}" for index in missing), operation="serve", why=why)
         time.sleep(_LOOK_EVERY)
 
 

@@ -85,8 +85,10 @@ class JobSpec:
     resources: Resources = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise ValueError(f"a job has at least 1 worker, got workers={self.workers}")
+        least = {"workers": 1, "servers": 0, "experts": 0, "max_restarts": 0}
+        for name, number in least.items():
+            if getattr(self, name) < number:
+                raise ValueError(f"{name} must be at least {number}, got {getattr(self, name)}")
         if self.min_workers is not None and not 1 <= self.min_workers <= self.workers:
             raise ValueError(f"min_workers is from 1 to the {self.workers} workers, got {self.min_workers}")
         if self.max_workers is not None and not 2 <= self.workers <= self.max_workers:
@@ -94,16 +96,8 @@ class JobSpec:
                 f"workers=(N, MAX) needs 2 <= N <= MAX, as others cannot join one that trains alone; got "
                 f"{(self.workers, self.max_workers)}"
             )
-        if self.servers < 0 or self.experts < 0:
-            raise ValueError(
-                f"a job cannot have fewer than 0 servers or experts, got servers={self.servers}, experts={self.experts}"
-            )
-        if self.max_restarts < 0:
-            raise ValueError(f"max_restarts must be at least 0, got {self.max_restarts}")
         if self.host is not None and not self.has_services:
-            raise ValueError(
-                f"host={self.host!r} is where servers and experts listen, but this job has none; leave it out"
-            )
+            raise ValueError(f"host={self.host!r} is where servers and experts listen; this job has none, leave it out")
         check_seconds(checkpoint_seconds=self.checkpoint_seconds)
         if self.trace is not None:
             check_trace_path(self.trace)

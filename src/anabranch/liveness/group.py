@@ -111,26 +111,19 @@ class Group:
 
         with Lasting("wait", "wait", facts) if ranks else nullcontext():
             while not done(max(_SMALLEST_WAIT, min(longest, deadline.remaining()))):
-                self.check(operation, deadline, step=step, noticed=noticed)
+                if lost := self.lost(noticed):
+                    raise self._peer_lost(lost, operation, deadline, step)
                 if deadline.expired():
                     raise too_late(ranks, operation, deadline, step)
 
-    def check(
-        self,
-        operation: str,
-        deadline: Deadline,
-        *,
-        step: int | None = None,
-        noticed: Callable[[], Mapping[int, str]] = dict,
-    ) -> None:
+    def check(self, operation: str, deadline: Deadline) -> None:
         """Check once.
 
         Raises:
             PeerLost: a member died or froze; names it.
         """
-        lost = self.lost(noticed)
-        if lost:
-            raise self._peer_lost(lost, operation, deadline, step)
+        if lost := self.lost():
+            raise self._peer_lost(lost, operation, deadline, None)
 
     def explain(
         self, error: RuntimeError, operation: str, deadline: Deadline, *, step: int | None = None

@@ -27,7 +27,7 @@ from anabranch.errors import PeerLost
 from anabranch.job import JOINED_VARIABLE, MEETING_VARIABLE
 from anabranch.liveness.group import LOOK_SECONDS, rank_names, too_late
 from anabranch.liveness.membership import Membership, own_place, published, rank_variables
-from anabranch.liveness.peers import Identity, Peers, end_without_waiting, take_place_of_peers
+from anabranch.liveness.peers import Identity, Peers, end_without_waiting, peers_of_job
 from anabranch.record.process import process_record
 from anabranch.record.spans import Lasting
 
@@ -89,8 +89,9 @@ def meet_peers(backend: str, timeout: float) -> None:
             now = published(place.meeting) if absent and place is not None else None
             if now is not None and place is not None and place.process not in now.ranks:
                 store.delete_key(f"{rank}")
-                text = "the others have gone on without this worker, which had closed its Executor before them"
-                raise PeerLost(text, peer=rank_names(absent), operation="meet", elapsed=deadline.elapsed())
+                raise lost(
+                    absent, "the others have gone on without this worker, which had closed its Executor before them"
+                )
             if now is not None and (now.over or len(now.ranks) + now.closed < size):
                 ended = ended or [other for other in absent if other not in now.ranks] or list(absent)
             if ended or (absent and deadline.expired()):
@@ -106,9 +107,8 @@ def meet_peers(backend: str, timeout: float) -> None:
         _met.update(came)
         _meetings += 1
 
-    def lost(ranks: Sequence[int]) -> PeerLost:
-        seconds = deadline.elapsed()
-        return PeerLost("its process has ended", peer=rank_names(ranks), operation="meet", elapsed=seconds)
+    def lost(ranks: Sequence[int], why: str = "its process has ended") -> PeerLost:
+        return PeerLost(why, peer=rank_names(ranks), operation="meet", elapsed=deadline.elapsed())
 
     def look() -> None:
         remind()
@@ -125,8 +125,7 @@ def meet_peers(backend: str, timeout: float) -> None:
         except dist.DistNetworkError as error:
             if rank == 0:
                 raise
-            text, seconds = f"the connection to the job's store failed: {error}", deadline.elapsed()
-            raise PeerLost(text, peer="rank 0", operation="meet", elapsed=seconds) from None
+            raise lost([0], f"the connection to the job's store failed: {error}") from None
 
 
 def meet_members(
@@ -214,7 +213,7 @@ def set_world(group: dist.ProcessGroup, peers: Peers) -> None:
     elif old is not None:
         dist.destroy_process_group(old)
     dist.distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
-    take_place_of_peers(peers)
+    peers_of_job(peers)
 
 
 def _store(rank: int, timeout: timedelta, membership: int = 0) -> Store:

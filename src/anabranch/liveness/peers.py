@@ -226,36 +226,26 @@ _of_group: tuple[weakref.ref[dist.ProcessGroup], Peers] | None = None
 _lock = threading.Lock()
 
 
-def peers_of_job() -> Peers:
-    """Return the processes of the default process group: one object until another group takes its place."""
-    group = dist.group.WORLD
-    assert group is not None
-    with _lock:
-        if _of_group is None or _of_group[0]() is not group:
-            if _of_group is not None:
-                _of_group[1].close()
-                if not _of_group[1].has_left_work:
-                    atexit.unregister(_of_group[1].leave)
-            _take_place(group, Peers(dist.get_rank(), job_store))
-        assert _of_group is not None
-        return _of_group[1]
+def peers_of_job(next_ones: Peers | None = None) -> Peers:
+    """Return the processes of the default process group: one object until another group takes its place.
 
-
-def take_place_of_peers(peers: Peers) -> None:
-    """Let ``peers`` be the processes of the default process group, which has taken the place of another."""
-    group = dist.group.WORLD
-    assert group is not None
-    with _lock:
-        if _of_group is not None:
-            atexit.unregister(_of_group[1].leave)
-        _take_place(group, peers)
-
-
-def _take_place(group: dist.ProcessGroup, peers: Peers) -> None:
+    ``next_ones``: the processes of a group that has taken it.
+    """
     global _of_group
-    _of_group = weakref.ref(group), peers
-    atexit.register(_destroy, os.getpid())
-    atexit.register(peers.leave)
+    group = dist.group.WORLD
+    assert group is not None
+    with _lock:
+        if _of_group is not None and _of_group[0]() is group:
+            return _of_group[1]
+        before, peers = _of_group and _of_group[1], next_ones or Peers(dist.get_rank(), job_store)
+        if before is not None and before is not peers:
+            before.close()
+        if before is not None and not before.has_left_work:
+            atexit.unregister(before.leave)
+        _of_group = weakref.ref(group), peers
+        atexit.register(_destroy, os.getpid())
+        atexit.register(peers.leave)
+        return peers
 
 
 def _destroy(pid: int) -> None:

@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from anabranch.launch.job_status import status_of
+from toys import plain_step
 
 pytestmark = [
     pytest.mark.ray,
@@ -121,8 +123,27 @@ def _wait_for_end_of_rank(folder: Path, rank: int) -> None:
     _wait_until(lambda: not Path(f"/proc/{pid}").exists())
 
 
-def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT)
+def _run(command: list[str], folder: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+@contextmanager
+def _started(command: list[str], folder: Path, code: int) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """A command that runs, and ends with this exit code; behind the block its stdout and stderr are in the list."""
+    pipe, said = subprocess.PIPE, list[str]()
+    with subprocess.Popen(command, cwd=folder, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
+        try:
+            yield process, said
+            said.extend(process.communicate(timeout=LIMIT))
+        finally:
+            process.kill()
+    assert process.returncode == code, said
+
+
+def _wait_for_workers(folder: Path) -> None:
+    _wait_until(lambda: all((folder / f"waits-{rank}.json").exists() for rank in range(2)))
 
 
 # In a process of its own: a driver of Ray keeps descriptors open after its end.
@@ -152,33 +173,23 @@ def test_a_node_is_killed_and_training_ends_with_the_loss_of_an_undisturbed_run(
     for folder in (quiet, hurt):
         folder.mkdir()
     done = _run(_command(cluster, quiet, "-1", "PS", options=("--servers", "1")), quiet)
-    assert done.returncode == 0, done.stderr
     undisturbed = json.loads(done.stdout.splitlines()[-1])
     assert undisturbed["attempt"] == 0
-    _is_told(quiet)
+    # What the processes told on their nodes has come to the launcher's machine.
+    status = status_of(quiet / "logs")
+    assert {role.name: role.steps for role in status.roles} == {"worker 0": 12, "worker 1": 12, "parameters 0": None}
+    assert {role.state for role in status.roles} == {"gone"}
+    assert status.saved == str(quiet / "checkpoint")
     command = _command(cluster, hurt, "6", "PS", options=("--servers", "1", "--max-restarts", "1"))
-    with subprocess.Popen(command, cwd=hurt, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            _wait_until(lambda: all((hurt / f"waits-{rank}.json").exists() for rank in range(2)))
-            _kill_node_of_rank(cluster, hurt, 1)
-            out, err = process.communicate(timeout=LIMIT)
-        finally:
-            process.kill()
-    assert process.returncode == 0, err
-    assert "restarting the job (1 of 1)" in err
-    disturbed = json.loads(out.splitlines()[-1])
+    with _started(command, hurt, 0) as (_, said):
+        _wait_for_workers(hurt)
+        _kill_node_of_rank(cluster, hurt, 1)
+    assert "restarting the job (1 of 1)" in said[1]
+    disturbed = json.loads(said[0].splitlines()[-1])
     assert disturbed == {"loss": pytest.approx(undisturbed["loss"], rel=1e-6), "attempt": 1}
     for rank in range(2):
         _wait_for_end_of_rank(hurt, rank)
     _nothing_is_left(cluster)
-
-
-def _is_told(folder: Path) -> None:
-    """What the processes told on their nodes has come to the launcher's machine."""
-    status = status_of(folder / "logs")
-    assert {role.name: role.steps for role in status.roles} == {"worker 0": 12, "worker 1": 12, "parameters 0": None}
-    assert {role.state for role in status.roles} == {"gone"}
-    assert status.saved == str(folder / "checkpoint")
 
 
 def _kill_node_of_rank(cluster: Any, folder: Path, rank: int) -> None:
@@ -196,19 +207,12 @@ def _raylet_of(node: Any) -> int:
 
 def test_a_frozen_worker_is_shown_and_ctrl_c_ends_all_with_130_and_leaves_nothing(cluster: Any, tmp_path: Path) -> None:
     command = _command(cluster, tmp_path, "2", "AllReduce")
-    with subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
-        try:
-            _wait_until(lambda: all((tmp_path / f"waits-{rank}.json").exists() for rank in range(2)))
-            _wait_until(lambda: _at_work(tmp_path) == {("worker 0", "running", 2), ("worker 1", "running", 2)})
-            os.kill(json.loads((tmp_path / "waits-1.json").read_text())[0], signal.SIGSTOP)
-            _wait_until(lambda: _at_work(tmp_path) == {("worker 0", "running", 2), ("worker 1", "stopped", 2)})
-            os.kill(process.pid, signal.SIGINT)
-            _, err = process.communicate(timeout=LIMIT)
-        finally:
-            process.kill()
-    assert process.returncode == 130, err
+    with _started(command, tmp_path, 130) as (process, _):
+        _wait_for_workers(tmp_path)
+        _wait_until(lambda: _at_work(tmp_path) == {("worker 0", "running", 2), ("worker 1", "running", 2)})
+        os.kill(json.loads((tmp_path / "waits-1.json").read_text())[0], signal.SIGSTOP)
+        _wait_until(lambda: _at_work(tmp_path) == {("worker 0", "running", 2), ("worker 1", "stopped", 2)})
+        os.kill(process.pid, signal.SIGINT)
     for rank in range(2):
         _wait_for_end_of_rank(tmp_path, rank)
     _nothing_is_left(cluster)
@@ -220,47 +224,33 @@ def _at_work(folder: Path) -> set[tuple[str, str, int | None]]:
 
 def test_a_trace_holds_the_spans_of_every_role_on_its_node(cluster: Any, tmp_path: Path) -> None:
     options = ("--servers", "1", "--experts", "1", "--trace", str(tmp_path / "trace.json"))
-    done = _run(_command(cluster, tmp_path, options=options, script=ALL_ROLES), tmp_path)
-    assert done.returncode == 0, done.stderr
+    _run(_command(cluster, tmp_path, options=options, script=ALL_ROLES), tmp_path)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["pid"]: event["args"]["name"].split(" (")[0] for event in events if event["name"] == "process_name"}
     assert set(names.values()) == {"worker 0", "worker 1", "parameters 0", "expert 0", "rendezvous 0"}
     kinds = {(names[event["pid"]], event.get("cat")) for event in events}
-    assert kinds >= {
-        ("worker 0", "crossing"),
-        ("worker 1", "crossing"),
-        ("parameters 0", "serve"),
-        ("expert 0", "serve"),
-    }
+    serve = {("parameters 0", "serve"), ("expert 0", "serve")}
+    assert kinds >= {("worker 0", "crossing"), ("worker 1", "crossing")} | serve
 
 
 def test_a_killed_server_restarts_with_its_log(cluster: Any, tmp_path: Path) -> None:
     options = ("--servers", "1", "--durability", "log")
     done = _run(_command(cluster, tmp_path, options=options, script=KILLS_ITS_SERVER), tmp_path)
-    assert done.returncode == 0, done.stderr
     assert "was killed by SIGKILL" in done.stderr
     assert "restarted (1 of 3)" in done.stderr
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(6):
-        loss = model(torch.tensor([1.0, 1.0, 2.0, 2.0])[:, None].expand(4, 4)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert json.loads(done.stdout.splitlines()[-1])["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    rows = torch.tensor([1.0, 1.0, 2.0, 2.0])[:, None].expand(4, 4)
+    losses = [plain_step(model, lambda model, x: model(x).square().mean(), optimizer, rows) for _ in range(6)]
+    assert json.loads(done.stdout.splitlines()[-1])["loss"] == pytest.approx(losses[-1].item(), rel=1e-4)
 
 
 def test_ctrl_c_while_ray_looks_for_room_leaves_no_placement_group(cluster: Any, tmp_path: Path) -> None:
     command = _command(cluster, tmp_path, "-1", "AllReduce", options=("--resources", '{"worker": {"CPU": 64}}'))
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
-        try:
-            _wait_until(lambda: "PENDING" in _states(cluster))
-            os.kill(process.pid, signal.SIGINT)
-            _, err = process.communicate(timeout=LIMIT)
-        finally:
-            process.kill()
-    assert process.returncode == 130, err
+    with _started(command, tmp_path, 130) as (process, _):
+        _wait_until(lambda: "PENDING" in _states(cluster))
+        os.kill(process.pid, signal.SIGINT)
     _nothing_is_left(cluster)
 
 
@@ -270,8 +260,7 @@ def test_a_worker_of_a_module_that_fails_is_named_with_its_traceback(cluster: An
     (tmp_path / "recipes" / "steep.py").write_text(
         "import os, sys\nif os.environ['RANK'] == '1': raise ValueError(f'spilled {sys.argv[1]} in {__package__}')\n"
     )
-    done = _run([*command, "-m", "recipes.steep", "tea"], tmp_path)
-    assert done.returncode == 1
+    done = _run([*command, "-m", "recipes.steep", "tea"], tmp_path, 1)
     assert "rank 1" in done.stderr
     assert "ValueError: spilled tea in recipes" in done.stderr
     assert (tmp_path / "logs" / "worker-1.log").read_text().endswith("ValueError: spilled tea in recipes\n")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,16 +13,19 @@ from typing import Any
 import pytest
 import torch
 from jobs import lines
-from test_ray_cluster import LIMIT, _kill_node_of_rank, _nothing_is_left, _wait_for_end_of_rank, _wait_until
+from test_ray_cluster import (
+    _kill_node_of_rank,
+    _nothing_is_left,
+    _started,
+    _wait_for_end_of_rank,
+    _wait_for_workers,
+    pytestmark,
+)
 
 import anabranch as ab
+from toys import plain_step
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(" " in sys.executable, reason="Ray gives a shell the path of Python with its space unquoted"),
-]
+__all__ = ["pytestmark"]
 STEPS, SAMPLES, BATCH = 12, 20, 8
 NODE = {"num_cpus": 2, "object_store_memory": 80 << 20}
 
@@ -87,9 +89,7 @@ def _undisturbed() -> list[torch.Tensor]:
     for ids in _batches():
         x = torch.stack([torch.sin(torch.arange(6, dtype=torch.float64) * (one + 1)) for one in ids])
         y = torch.tensor([one % 7 / 7.0 for one in ids], dtype=torch.float64)
-        optimizer.zero_grad()
-        (model(x)[:, 0] - y).square().mean().backward()
-        optimizer.step()
+        plain_step(model, lambda model, b: (model(b[0])[:, 0] - b[1]).square().mean(), optimizer, (x, y))
     return [one.detach() for one in model.parameters()]
 
 
@@ -117,16 +117,10 @@ def _train(
     options = {"address": cluster.address, "workers": 2} | options
     words = [str(folder), f"{size}", mode, json.dumps([STEPS, SAMPLES, BATCH])]
     command = [sys.executable, "-c", RUN, json.dumps(options), *words]
-    with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            _wait_until(lambda: all((folder / f"waits-{rank}.json").exists() for rank in range(2)) or process.poll())
-            assert process.poll() is None, process.communicate()
-            disturb()
-            (folder / "goes-on").touch()
-            _, err = process.communicate(timeout=LIMIT)
-        finally:
-            process.kill()
-    assert process.returncode == 0, err
+    with _started(command, folder, 0) as (_, said):
+        _wait_for_workers(folder)
+        disturb()
+        (folder / "goes-on").touch()
     ends = lines(folder, "ends")
     for end in ends:
         for here, there in zip(end["parameters"], _undisturbed(), strict=True):
@@ -136,7 +130,7 @@ def _train(
         doings.setdefault(one["step"], {}).setdefault(one["number"], []).extend(one["ids"])
     for step, ids in enumerate(_batches()):
         assert sorted(doings[step][max(doings[step])]) == sorted(ids), "in its last doing every sample counts once"
-    return ends, err
+    return ends, said[1]
 
 
 def _pids(folder: Path, rank: int) -> list[int]:

@@ -96,29 +96,20 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         import_ray()
 
 
-def test_a_cluster_that_cannot_be_used_is_reported_in_one_sentence() -> None:
+def test_a_cluster_that_cannot_be_used_and_an_address_without_an_answer_are_named_with_the_cure() -> None:
+    says = "Version mismatch: The cluster was started with:\n Ray: 2.9.3"
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = f"127.0.0.1:{listening.getsockname()[1]}"
-        with (
-            pytest.raises(
-                RayError, match=r"at 127.*Version mismatch.*pip install 'ray==2\.60\.0', and the same Python"
-            ),
-            connected(_Ray(says="Version mismatch: The cluster was started with:\n Ray: 2.9.3"), address),
-        ):
-            pass
-
-
-def test_an_address_without_an_answer_is_named_with_the_cure() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        address = f"127.0.0.1:{listening.getsockname()[1]}"
-    with pytest.raises(RayError, match=rf"nothing answers at {address} .*ray start --head"), connected(_Ray(), address):
-        pass
+        with pytest.raises(RayError, match=r"at 127.*Version mismatch.*'ray==2\.60\.0', and the same Python"):
+            connected(_Ray(says=says), address).__enter__()
+    with pytest.raises(RayError, match=rf"nothing answers at {address} .*ray start --head"):
+        connected(_Ray(), address).__enter__()
 
 
 @pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "here", "here:now"])
 def test_an_address_that_is_not_a_host_and_port_is_refused(address: str) -> None:
-    with pytest.raises(RayError, match="HOST:PORT"), connected(_Ray(), address):
-        pass
+    with pytest.raises(RayError, match="HOST:PORT"):
+        connected(_Ray(), address).__enter__()
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"boss": {"CPU": 1}}', '{"worker": 1}', '{"worker": {"CPU": "all"}}'])
@@ -133,15 +124,16 @@ def test_a_worker_requests_a_fraction_of_a_cpu_and_a_gpu_if_available() -> None:
     assert resources_of("worker", {"worker": {"GPU": 0}}, gpus=True) == {"CPU": 0.5}
 
 
-@pytest.mark.parametrize("workers", [(1, 3), (4, 3)])
-def test_a_job_that_others_could_not_join_is_refused(workers: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match=r"needs 2 <= N <= MAX, as others cannot join one that trains alone"):
+@pytest.mark.parametrize(
+    ("workers", "why"),
+    [
+        *[(one, "needs 2 <= N <= MAX, as others cannot join one that trains alone") for one in ((1, 3), (4, 3))],
+        (0, "workers must be at least 1, got 0"),
+    ],
+)
+def test_numbers_of_workers_that_cannot_be_are_refused(workers: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
         run("train.py", workers=workers)
-
-
-def test_numbers_of_processes_are_checked() -> None:
-    with pytest.raises(ValueError, match="at least 1 worker"):
-        run("train.py", workers=0)
 
 
 @pytest.mark.parametrize("sees", [True, False])
@@ -151,8 +143,8 @@ def test_a_node_without_the_launcher_s_folder_is_reported_once(
     monkeypatch.chdir(tmp_path)
     said: list[str] = []
     site = _site(_Answering(""), tmp_path, said)
-    start = lambda spec, restarted, probe, *_: (7, sees and Path(probe).exists())  # noqa: E731
-    follow = SimpleNamespace(remote=lambda: RoleEvents([], 0))
+    start = lambda spec, restarted, probe, files: (7, sees and Path(probe).exists())  # noqa: E731
+    follow = SimpleNamespace(remote=lambda files: RoleEvents([], 0))
     for rank in range(2):
         site._actors["worker", rank] = SimpleNamespace(start=SimpleNamespace(remote=start), follow=follow)
         spec = ProcessSpec("worker", rank, site._attempt.spec.program, {}, tmp_path / f"worker-{rank}.log")

@@ -41,7 +41,7 @@ from typing import Any
 
 from anabranch.held_error import hold_back_errors
 from anabranch.launch.python_program import PythonProgram
-from anabranch.launch.socket_messages import receive, send
+from anabranch.launch.socket_messages import receive
 from anabranch.launch.supervision.parent_death import prctl, tie_to
 from anabranch.record.process import record_process
 
@@ -85,12 +85,10 @@ def main() -> None:
         number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     }
     channel = socket.socket(fileno=0)
-    _import_all()  # an error is on the launcher's stderr, and the channel's end tells it
+    _import_all()  # an error is on the launcher's stderr, and the end of what it waits for tells it
     keep()
     gc.collect()
     gc.freeze()  # a collection in a fork would write to, and so copy, every page that they share
-    with suppress(OSError):
-        send(channel, {"ready": True})
     role, descriptors = _serve(channel)
     channel.detach()  # a role's stdin replaces it
     for number, handler in handlers.items():
@@ -106,71 +104,55 @@ def _import_all() -> None:
         import_module(name)
 
 
-def threads() -> int:
-    """Return the number of threads of this process, including those of C libraries."""
-    return len(os.listdir("/proc/self/task"))
-
-
-def _serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def _serve(channel: socket.socket) -> tuple[Any, list[int]]:
     """Return the request, only in forks: its descriptors are stdin, stdout, stderr and its report."""
     server = os.getpid()
-    while True:
+    while (received := receive(channel)) is not None:
+        _, descriptors = received
         try:
-            received = receive(channel)
-        except OSError:  # the launcher was killed in the middle of a message
-            received = None
-        if received is None:
-            sys.exit(0)
-        request, descriptors = received
-        try:
-            if threads() != 1:
-                raise RuntimeError(f"the fork server has {threads()} threads; a fork might inherit held locks")
+            if (threads := len(os.listdir("/proc/self/task"))) != 1:  # those of C libraries, too
+                raise OSError(f"the fork server has {threads} threads; a fork might inherit held locks")
             middle = os.fork()  # with one thread, which was counted on the line before: no lock is held by another
             if middle == 0:
                 if os.fork() == 0:  # of a fork that has one thread and ends at once, so that the role is not our child
-                    return request, descriptors
+                    return received
                 os._exit(0)
             os.waitpid(middle, 0)
-        except (OSError, RuntimeError) as error:
-            _refuse(descriptors[-1], str(error))
+        except OSError as error:
+            with suppress(OSError):  # the launcher has gone
+                os.write(descriptors[-1], str(error).encode())
             if os.getpid() != server:
                 os._exit(1)
         for descriptor in descriptors:
             os.close(descriptor)
-
-
-def _refuse(report: int, reason: str) -> None:
-    """Tell the launcher, if it is still alive, that the process was not created."""
-    with suppress(OSError):
-        os.write(report, reason.encode())
+    sys.exit(0)
 
 
 def _become(role: dict[str, Any], program: PythonProgram, descriptors: list[int]) -> None:
-    """Turn this fork into a process that looks like a newly started one to its script, and report its number."""
+    """Turn this fork into a process that looks like a newly started one to its script, and report its number.
+
+    An error's traceback is on its stderr, and its report ends.
+    """
     *stdio, report = descriptors
     environment: dict[str, str] = role["environment"]
-    try:
-        os.setsid()
-        _tie_to_launcher(role["launcher"])
-        for target, descriptor in enumerate(stdio):
-            os.dup2(descriptor, target)
-            os.close(descriptor)
-        os.chdir(role["cwd"])
-        os.environ.clear()
-        os.environ.update(environment)
-        hold_back_errors()
-        set_title(role["name"], program.command, environment)
-        time.tzset()
-        tempfile.tempdir = None
-        _seed_anew()
-        limit_threads(environment)
-        if environment.get("PYTHONFAULTHANDLER"):
-            faulthandler.enable()
-        record_process()
-        os.write(report, str(os.getpid()).encode())
-    except Exception as error:  # noqa: BLE001 any error is reported to the launcher
-        _refuse(report, f"{type(error).__name__}: {error}")
-        os._exit(1)
+    for target, descriptor in enumerate(stdio):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    os.setsid()
+    _tie_to_launcher(role["launcher"])
+    os.chdir(role["cwd"])
+    os.environ.clear()
+    os.environ.update(environment)
+    hold_back_errors()
+    set_title(role["name"], program.command, environment)
+    time.tzset()
+    tempfile.tempdir = None
+    _seed_anew()
+    limit_threads(environment)
+    if environment.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
+    record_process()
+    os.write(report, str(os.getpid()).encode())
     os.close(report)
 
 

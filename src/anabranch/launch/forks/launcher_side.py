@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import os
 import select
-import socket
 import subprocess
 import sys
 import threading
@@ -19,15 +18,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from anabranch.launch.python_program import PythonProgram
-from anabranch.launch.socket_messages import Message, receive, send
+from anabranch.launch.socket_messages import channel, send
 from anabranch.record.process import STATUS_VARIABLE, TRACE_VARIABLE
 
 # Without the current directory, which `-c` puts first.
 _CODE = (
     "import sys; sys.path[:1] == [''] and sys.path.pop(0); from anabranch.launch.forks.fork_server import main; main()"
 )
-_START_SECONDS = 120.0  # importing torch from a cold disk, while other jobs run
-_FORK_SECONDS = 60.0
+_SECONDS = 240.0  # for a fork; the first waits for the import of torch, from a cold disk, while other jobs run
 _END_SECONDS = 5.0
 _LONGEST_REPORT = 4096
 # Bytes of arguments that the server is started with so that its forks can show theirs; what is longer is cut. And how
@@ -64,7 +62,7 @@ class ForkServerError(Exception):
 class ForkServer:
     """A fork server of this process; a context manager.
 
-    It starts in the background; ``fork`` waits until it is ready.
+    It starts in the background; the first ``fork`` waits until it has.
 
     Args:
         environment: its own; those of its forks may differ as far as ``why_not_forked`` allows.
@@ -78,7 +76,7 @@ class ForkServer:
         self.environment = dict(environment)
         settled = {name: value for name, value in environment.items() if name not in _LEFT_OPEN}
         settled |= {"OPENBLAS_NUM_THREADS": "1", "ANABRANCH_ROOM": "x" * _ENVIRONMENT_ROOM}
-        self._channel, theirs = socket.socketpair()
+        self._channel, theirs = channel()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-c", _CODE, " " * _ARGUMENTS_ROOM],
@@ -88,8 +86,6 @@ class ForkServer:
                 start_new_session=True,
             )
         self.pid = self._process.pid
-        self._ready = False
-        self._lock = threading.Lock()  # jobs may run in several threads
 
     @property
     def running(self) -> bool:
@@ -106,7 +102,7 @@ class ForkServer:
         Raises:
             ForkServerError: there is no such process.
         """
-        role: Message = {
+        role = {
             "name": name,
             "program": asdict(program),
             "environment": dict(environment),
@@ -115,48 +111,29 @@ class ForkServer:
         }
         reader, report = os.pipe()
         with open(reader, "rb", buffering=0) as answer:
-            with open(report, "wb"), self._lock:
-                self._meet()
+            with open(report, "wb"):
                 try:
                     send(self._channel, role, (stdin, stdout, stderr, report))
                 except OSError as error:
                     raise ForkServerError(f"the fork server is gone: {error}") from None
-            if not select.select([reader], [], [], _FORK_SECONDS)[0]:
-                raise ForkServerError(f"the fork server did not answer in {_FORK_SECONDS:.0f} s")
+            if not select.select([reader], [], [], _SECONDS)[0]:
+                raise ForkServerError(f"the fork server did not answer in {_SECONDS:.0f} s")
             text = answer.read(_LONGEST_REPORT).decode(errors="replace")
         if not text.isdecimal():
-            raise ForkServerError(text or "the fork server died")
+            raise ForkServerError(text or "the fork server died, or its fork did")
         return int(text)
 
     def close(self) -> None:
-        """End it; its forks continue to run."""
+        """End it, which keeps nothing; its forks continue to run."""
         self._channel.close()
-        if not self._ready:  # it imports, and would notice only after that
-            self._process.kill()
-        try:
-            self._process.wait(timeout=_END_SECONDS)
-        except subprocess.TimeoutExpired:  # still importing, or stopped
-            self._process.kill()
-            self._process.wait(timeout=_END_SECONDS)
+        self._process.kill()
+        self._process.wait(timeout=_END_SECONDS)
 
     def __enter__(self) -> ForkServer:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _meet(self) -> None:
-        if self._ready:
-            return
-        self._channel.settimeout(_START_SECONDS)
-        try:
-            received = receive(self._channel)
-        except OSError as error:
-            raise ForkServerError(f"the fork server does not answer: {error}") from None
-        if received is None:
-            raise ForkServerError("the fork server died while it started")
-        self._channel.settimeout(_FORK_SECONDS)
-        self._ready = True
 
 
 _kept: ForkServer | None = None

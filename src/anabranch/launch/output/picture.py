@@ -56,24 +56,23 @@ def picture(job: JobStatus, before: JobStatus | None = None, *, lines: int | Non
         parts.append(_line(" · ".join(filter(None, [job.script, job.folder]))))
     if job.progress:
         parts.append(_bar(job.progress, job.steps_per_second))
-    if line := " · ".join(_loss(job)):
-        parts.append(Text(line))
+    loss = [] if job.loss is None else [f"loss {job.loss:.4g}"]
+    if job.steps_per_second is not None:
+        loss.append(f"{job.steps_per_second:.1f} steps/s")
+    if loss:
+        parts.append(Text(" · ".join(loss)))
     parts.append(_roles(job, shown, before))
     return Group(*parts)
 
 
 def _head(job: JobStatus) -> str:
-    counts = Counter(role.role for role in job.roles)
-    parts = ["anabranch", ", ".join(_many(count, role) for role, count in counts.items())]
+    counts = Counter(role.role.replace("parameters", "server") for role in job.roles)
+    parts = ["anabranch", ", ".join(f"{count} {role}{'s' * (count != 1)}" for role, count in counts.items())]
     if job.seconds is not None:
         parts.append(minutes_and_seconds(job.seconds))
     if job.ended is not None:
         parts.append("ended")
     return " · ".join(filter(None, parts))
-
-
-def _many(count: int, role: str) -> str:
-    return f"{count} {role.replace('parameters', 'server')}{'s' * (count != 1)}"
 
 
 def _bar(loops: Sequence[TrackedLoop], steps_per_second: float | None) -> RenderableType:
@@ -109,13 +108,6 @@ def _how_far(loop: TrackedLoop, steps_per_second: float | None) -> Iterable[str]
         yield f"{minutes_and_seconds(max(0, loop.total - loop.done) / rate)} left"
 
 
-def _loss(job: JobStatus) -> Iterable[str]:
-    if job.loss is not None:
-        yield f"loss {job.loss:.4g}"
-    if job.steps_per_second is not None:
-        yield f"{job.steps_per_second:.1f} steps/s"
-
-
 def _roles(job: JobStatus, shown: Sequence[RoleStatus], before: JobStatus | None) -> RenderableType:
     earlier = {} if before is None else {role.name: role for role in before.roles}
     table = Table.grid(padding=(0, 2))
@@ -146,8 +138,8 @@ def _most_telling(roles: Sequence[RoleStatus], room: int | None) -> Sequence[Rol
     if room is None or len(roles) <= room:
         return roles
     ordered = sorted(roles, key=lambda role: role.state in ("running", "gone"))
-    kept = ordered[: max(0, room - 1)]
-    return [role for role in roles if role in kept]
+    shown = ordered[: max(0, room - 1)]
+    return [role for role in roles if role in shown]
 
 
 def _wait(role: RoleStatus) -> str:

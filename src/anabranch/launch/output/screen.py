@@ -129,21 +129,14 @@ class Screen:
     def follow(self, log: Path) -> None:
         """Show, too, what is written to the log of another worker from now on."""
         with suppress(OSError):  # its folder was removed
-            source = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
-            try:
-                os.lseek(source, 0, os.SEEK_END)
-            except OSError:  # a FIFO
-                os.close(source)
-                return
+            source = os.open(log, os.O_RDONLY)
+            os.lseek(source, 0, os.SEEK_END)
             for before in self._streams:
                 before.grows = False  # its worker is lost, and another may write there, or be rank 0 again
             self._streams = [*self._streams, _Stream(source, 1, is_log=True)]
             os.write(self._wake, b"\0")
 
     def _run(self) -> None:
-        poller = select.poll()
-        for descriptor in (self._wakes, *(stream.source for stream in self._streams)):
-            poller.register(descriptor, select.POLLIN)
         while True:
             ending, lines = self._ending, len(self._lines)  # what was written before them is there by now
             if self._copy():
@@ -154,13 +147,14 @@ class Screen:
                 continue  # not to the poll: the end may have come with these lines, and wakes it once
             if ending:
                 return
+            poller = select.poll()
+            poller.register(self._wakes, select.POLLIN)
             for stream in self._streams:
-                if stream.ended and stream.source >= 0:
-                    with suppress(KeyError):
-                        poller.unregister(stream.source)
-                    if stream.is_log:  # of a former rank 0
-                        os.close(stream.source)
-                        stream.source = -1
+                if not stream.ended and not stream.is_log:  # a file is always ready
+                    poller.register(stream.source, select.POLLIN)
+                elif stream.ended and stream.is_log and stream.source >= 0:  # of a former rank 0
+                    os.close(stream.source)
+                    stream.source = -1
             grows = any(stream.grows for stream in self._streams)
             for descriptor, _ in poller.poll(_LOG_SECONDS * 1000 if grows else None):
                 if descriptor == self._wakes:

@@ -30,9 +30,10 @@ from typing import Any
 
 from anabranch.errors import AnabranchError
 from anabranch.job import JOINED_VARIABLE
-from anabranch.launch.job import Attempt, Site, rendezvous, run_job
+from anabranch.launch.job import Attempt, Site, run_job
 from anabranch.launch.meeting.addresses import tcp_place
-from anabranch.launch.ray.role_actor import RemoteProcess, RoleActor, to_show
+from anabranch.launch.meeting.rendezvous import rendezvous
+from anabranch.launch.ray.role_actor import RemoteProcess, RoleActor, published_for
 from anabranch.launch.spec import JobSpec, Resources
 from anabranch.launch.supervision.outcome import JobOutcome
 from anabranch.launch.supervision.signals import collect_signals
@@ -112,8 +113,8 @@ class _Site(Site):
             self._attempt.check()
         if not placed:
             raise RayError(
-                f"the cluster had no room for the job within {_PLACE_SECONDS:.0f} s: it needs {bundles}, and available "
-                f"are {ray.available_resources()}; request less with --resources, or add nodes"
+                f"the cluster had no room within {_PLACE_SECONDS:.0f} s: the job needs {bundles}, and there are "
+                f"{ray.available_resources()}; request less with --resources, or add nodes"
             )
         self._places: dict[tuple[str, int], Any] = {
             place: PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
@@ -123,12 +124,12 @@ class _Site(Site):
             self._make_actor(role, rank)
         if spec.durability != "none" and spec.servers:
             self._attempt.tell(
-                f"parameter servers store the state of --durability {spec.durability} on their own node's disk, "
-                "which other nodes cannot read: it restores a server that dies there, but is lost with the node; then "
-                "--max-restarts resumes from the script's own checkpoint"
+                f"parameter servers store the state of --durability {spec.durability} on their own node's disk: it is "
+                "lost with the node; then --max-restarts resumes from the script's own checkpoint"
             )
-        endpoints = [self._actors["parameters", shard].hold_endpoint.remote() for shard in range(spec.servers)]
-        self.parameters = [str(self._ask(endpoint)) for endpoint in endpoints]
+        calls = [self._actors["parameters", shard].place.remote() for shard in range(spec.servers)]
+        self._folders: dict[str, str] = dict(map(self._ask, calls))
+        self.parameters = [*self._folders]
 
     def _resources_of(self, role: str) -> dict[str, float]:
         return resources_of(role, self._attempt.spec.resources, gpus=self._gpus)
@@ -163,15 +164,10 @@ class _Site(Site):
 
     def state(self, shard: int) -> str:
         """Return a folder on the node of a parameter server."""
-        return str(self._ask(self._actors["parameters", shard].state_folder.remote()))
+        return self._folders[self.parameters[shard]]
 
     def expert_listens(self, index: int) -> None:
         """Return nothing: an expert listens on any port of its node."""
-
-    def show(self) -> None:
-        for process in self._processes.values():
-            if process.running:
-                process.show()
 
     def start(self, spec: ProcessSpec, restarted: int) -> RemoteProcess:
         """Start a role in its actor, or in Ray's next one; one that joins the others, when there is room for it."""
@@ -202,15 +198,15 @@ class _Site(Site):
         if not program.is_module and (path := Path(program.target).absolute()).is_relative_to(Path.cwd()):
             program = replace(program, target=str(path.relative_to(Path.cwd())))
         there = replace(spec, program=program, screen=None, restarts=None, cwd=os.getcwd())
-        with tempfile.NamedTemporaryFile(prefix=".anabranch-seen-", dir=_writable_here()) as probe:
-            start = actor.start.remote(there, restarted, probe.name, *to_show(spec))
+        here = os.getcwd() if os.access(".", os.W_OK) else None
+        with tempfile.NamedTemporaryFile(prefix=".anabranch-seen-", dir=here) as probe:
+            start = actor.start.remote(there, restarted, probe.name, published_for(spec))
             pid, sees = self._ask(start)
         if not sees and not self._blind:
             self._blind = True
             self._attempt.tell(
                 f"{spec.role} {spec.rank}, and maybe others, runs on a node that does not see {os.getcwd()}, in a copy "
-                "of it shipped with the job: files that a script saves there by a relative path are lost; use shared "
-                "storage"
+                "of it: files that a script saves there by a relative path are lost; use shared storage"
             )
         self._attempt.job_file.began(spec.role, spec.rank, pid, spec.endpoint, elsewhere=True)
         return int(pid)
@@ -218,10 +214,8 @@ class _Site(Site):
     def _ask(self, reference: Any, seconds: float = _CALL_SECONDS) -> Any:
         """Return a call's result while the job is made ready, where a signal ends the wait."""
         until = time.monotonic() + seconds
-        while time.monotonic() < until:
+        while not self._ray.wait([reference], timeout=_LOOK_SECONDS)[0] and time.monotonic() < until:
             self._attempt.check()
-            if self._ray.wait([reference], timeout=_LOOK_SECONDS)[0]:
-                break
         self._attempt.check()
         return self._get(reference, _LOOK_SECONDS, waited=seconds)
 
@@ -231,23 +225,20 @@ class _Site(Site):
         try:
             return self._ray.get(reference, timeout=seconds)
         except exceptions.RuntimeEnvSetupError as error:
-            raise RayError(
-                f"Ray cannot ship {os.getcwd()} to its nodes: {_first_line(error)}; run the command in a small folder"
-            ) from None
+            text = f"Ray cannot ship {os.getcwd()} to its nodes: {_last_line(error)}; run the command in a small folder"
         except exceptions.GetTimeoutError:
-            raise RayError(
+            text = (
                 f"a node of the cluster has not answered in {waited or seconds:.0f} s; check `ray status`, the newest "
                 "files of Ray's logs there, and that Python's path has no space: Ray cannot start such a process"
-            ) from None
+            )
         except (exceptions.RayTaskError, exceptions.RayActorError) as error:
-            words = str(error)
-            if "No module named 'anabranch" in words:
-                raise RayError(
-                    "a node of the cluster does not have Anabranch: pip install 'anabranch[ray]' of this version on "
-                    "all nodes"
-                ) from None
             cause = getattr(error, "cause", None)
-            raise RayError(str(cause) if isinstance(cause, ValueError) else _first_line(error)) from None
+            text = str(cause) if isinstance(cause, ValueError) else _last_line(error)
+            if "No module named 'anabranch" in str(error):
+                text = (
+                    "a node of the cluster does not have Anabranch: pip install 'anabranch[ray]' of this version there"
+                )
+        raise RayError(text)
 
     def give_back(self) -> None:
         """End the actors, and with them their processes; bring here what these have recorded for the job's trace."""
@@ -264,13 +255,8 @@ class _Site(Site):
                 self._ray.kill(actor)
 
 
-def _writable_here() -> str | None:
-    return os.getcwd() if os.access(".", os.W_OK) else None
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1].strip() if lines else repr(error)
+def _last_line(error: BaseException) -> str:
+    return [repr(error), *filter(str.strip, str(error).splitlines())][-1].strip()
 
 
 # --- the connection to a cluster, its errors in one sentence each, and the resources that a role requests there
@@ -298,8 +284,8 @@ def import_ray() -> ModuleType:
             f"Ray {ray.__version__} is installed here, but this version of Anabranch needs {_VERSION}: "
             f"pip install 'ray=={_VERSION}', on all nodes"
         )
-    found: ModuleType = ray
-    return found
+    module: ModuleType = ray
+    return module
 
 
 @contextmanager
@@ -339,21 +325,19 @@ def connected(ray: ModuleType, address: str | None) -> Iterator[None]:
 
 
 def _check_answers(address: str | None) -> None:
-    if address in (None, "auto", "local"):
+    if address is None or address in ("auto", "local"):
         return
-    assert address is not None
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdecimal():
         raise RayError(
-            f"--address {address!r} is not HOST:PORT of a head node, such as 10.0.0.1:6379; `ray start --head` shows "
-            "it. Ray Client and job addresses cannot place a job's roles"
+            f"--address {address!r} is not HOST:PORT of a head node, such as 10.0.0.1:6379, as `ray start --head` "
+            "shows it; Ray Client and job addresses cannot place a job's roles"
         )
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS).close()
     except (OSError, OverflowError) as error:
         raise RayError(
-            f"nothing answers at {address} ({error}); start the head node there with `ray start --head --port {port}`, "
-            "or give the --address that it showed"
+            f"nothing answers at {address} ({error}); start the head node there with `ray start --head --port {port}`"
         ) from None
 
 
@@ -374,12 +358,10 @@ def parse_resources(text: str) -> Resources:
 
 def check_resources(resources: Any) -> Resources:
     """Return valid resources of roles; raise a ``ValueError`` for others."""
-    try:
-        amounts = [amount for wanted in resources.values() for amount in wanted.values()]
+    with suppress(AttributeError, TypeError):
+        amounts = [amount for of_role in resources.values() for amount in of_role.values()]
         if resources.keys() <= _CPU.keys() and all(amount >= 0 for amount in amounts):
             return dict(resources)
-    except (AttributeError, TypeError):
-        pass
     raise ValueError(
         f'resources give amounts per role, such as {{"worker": {{"CPU": 2, "GPU": 1}}}}; roles are '
         f"{', '.join(_CPU)}; got {resources!r}"

@@ -8,7 +8,6 @@ a launcher that has gone and of a node that it has lost.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import select
@@ -35,6 +34,7 @@ from anabranch.transport.endpoints import PrivateFolder
 
 _MOST_BYTES = 1 << 20
 _NEWS_SECONDS = 1.0  # for which an actor waits for some
+_PUBLISHED_SECONDS = 0.25  # the same, of a worker, which is to see soon what the launcher publishes
 _LOST_SECONDS = 20.0  # after which an actor that does not answer is lost
 _STOPPED_SECONDS = 1.0  # what a call takes longer than it may where the launcher stood still
 _LOOK_SECONDS = 0.05
@@ -91,13 +91,12 @@ class RoleActor:
         # The kernel ties a process to the thread that has started it: this one lives as long.
         self._starter = self._stack.enter_context(ThreadPoolExecutor(1, "anabranch-role"))
         self._lock = threading.Lock()  # of the end of the process, which two calls may see
-        self._showing = threading.Lock()
         self._output = self._open("stdout"), self._open("stderr")
         self._places = [0, 0]  # what was read of each
         self._status = b""
         self._process: RoleProcess | None = None
         self._members: Path | None = None
-        self._seen, self._order = dict[str, bytes](), 0  # what the launcher has published
+        self._seen: Mapping[str, bytes] = {}  # what the launcher has published
         self._published = set[str]()  # names
 
     def _open(self, name: str) -> int:
@@ -105,31 +104,18 @@ class RoleActor:
         self._stack.callback(os.close, descriptor)
         return descriptor
 
-    def hold_endpoint(self) -> str:
-        """Return a TCP endpoint of this node that is given to nobody else."""
-        return f"tcp://{self._shown}:{self._stack.enter_context(held_port(self._host))}"
+    def place(self) -> tuple[str, str]:
+        """Return a TCP endpoint of this node that is given to nobody else, and a folder that lives as long."""
+        port = self._stack.enter_context(held_port(self._host))
+        return f"tcp://{self._shown}:{port}", str(self._folder / "state")
 
-    def state_folder(self) -> str:
-        """Return a folder that lives as long as the actor."""
-        return str(self._folder / "state")
-
-    def show(self, order: int, files: Mapping[str, bytes]) -> None:
-        """Let the process see what the launcher has published, unless it has seen what came later by ``order``."""
-        with self._showing:
-            if self._members is not None and order > self._order:
-                put_beside(self._members, self._seen, files)
-                self._order, self._seen = order, dict(files)
-
-    def start(
-        self, spec: ProcessSpec, restarted: int, probe: str, order: int, files: Mapping[str, bytes]
-    ) -> tuple[int, bool]:
+    def start(self, spec: ProcessSpec, restarted: int, probe: str, files: Mapping[str, bytes]) -> tuple[int, bool]:
         """Start a role; return its process id, and whether it runs in the launcher's folder: this node sees it.
 
         Args:
             spec: the role, with the launcher's folder.
             restarted: how often it was started before.
             probe: a file of the launcher in that folder.
-            order: of ``files`` among all that is shown.
             files: what the launcher has published.
 
         Raises:
@@ -146,27 +132,41 @@ class RoleActor:
             log = self._folder / f"{spec.role}-{spec.rank}.log"
             here = replace(spec, environment=env, log=log, screen=self._output, stdin=nothing.fileno(), cwd=directory)
             if MEMBERS_VARIABLE in env:
-                self._members, self._seen = Path(env[MEMBERS_VARIABLE]), {}
-                put_beside(self._members, files_beside(self._members), {})  # its predecessor's
-                self.show(order, files)
+                self._members = Path(env[MEMBERS_VARIABLE])
+                self._seen = files_beside(self._members)  # its predecessor's
+                self._see(files)
             try:
                 self._process = self._starter.submit(RoleProcess, here, restarted).result(_END_SECONDS)
             except OSError as error:
                 raise ValueError(f"node {self._host} cannot start {program.target!r}: {error}") from None
         return self._process.pid, directory is not None
 
-    def follow(self) -> RoleEvents:
-        """Return the news since the last call; waits a moment for some."""
-        process, until = self._process, time.monotonic() + _NEWS_SECONDS
+    def follow(self, files: Mapping[str, bytes]) -> RoleEvents:
+        """Let the process see what the launcher has published; return the news since the last call, once some come."""
+        self._see(files)
+        process = self._process
         assert process is not None, "started"
+        # One that is frozen sees nothing, and is looked at twice, the longer time apart.
+        soon = self._members is not None and not process.frozen
+        until = time.monotonic() + (_PUBLISHED_SECONDS if soon else _NEWS_SECONDS)
         while True:
             code = self._reap(_LOOK_SECONDS)  # what it wrote before that is in the files by now
-            output, published = self._new_output(), self._publications()
+            output = self._new_output()
+            there = {} if self._members is None else files_beside(self._members)
+            published = {what: contents for what, contents in there.items() if self._seen.get(what) != contents}
             if output or code is not None or published.keys() != self._published or time.monotonic() > until:
                 break
         self._published = set(published)
-        stopped = code is None and process_state(process.pid) == "stopped"
-        return RoleEvents(output, code, self._new_status(process), time.monotonic(), stopped, published)
+        stopped, status = code is None and process_state(process.pid) == "stopped", b""
+        with suppress(OSError):  # there is none yet
+            text = process.log.with_suffix(".status").read_bytes()
+            status, self._status = b"" if text == self._status else text, text
+        return RoleEvents(output, code, status, time.monotonic(), stopped, published)
+
+    def _see(self, files: Mapping[str, bytes]) -> None:
+        if self._members is not None:
+            put_beside(self._members, self._seen, files)
+            self._seen = files
 
     def signal(self, number: int, *, group: bool = False) -> None:
         """Send ``number`` to the process, a frozen one being woken to see it; or to all that it has started, too."""
@@ -201,19 +201,6 @@ class RoleActor:
                 news.insert(0, (number + 1, data))
         return news
 
-    def _publications(self) -> dict[str, bytes]:
-        with self._showing:
-            files = {} if self._members is None else files_beside(self._members)
-            return {what: contents for what, contents in files.items() if self._seen.get(what) != contents}
-
-    def _new_status(self, process: RoleProcess) -> bytes:
-        with suppress(OSError):  # there is none yet
-            text = process.log.with_suffix(".status").read_bytes()
-            if text != self._status:
-                self._status = text
-                return text
-        return b""
-
     def _environment(self, environment: Mapping[str, str]) -> dict[str, str]:
         own = {name: os.environ[name] for name in _OF_THE_NODE if name in os.environ}
         job = {name: value for name, value in environment.items() if name not in _OF_THE_NODE}
@@ -241,14 +228,13 @@ def _interface_of(host: str) -> str | None:
     return None
 
 
-_orders = itertools.count(1)
 _publishing = threading.Lock()
 
 
-def to_show(spec: ProcessSpec) -> tuple[int, dict[str, bytes]]:
-    """Return what the launcher has published for a worker, and its order among all that is shown."""
-    order, members = next(_orders), spec.environment.get(MEMBERS_VARIABLE)
-    return order, for_workers(Path(members), joins=JOINED_VARIABLE in spec.environment) if members else {}
+def published_for(spec: ProcessSpec) -> Mapping[str, bytes]:
+    """Return what the launcher has published for a process."""
+    members = spec.environment.get(MEMBERS_VARIABLE)
+    return for_workers(Path(members), joins=JOINED_VARIABLE in spec.environment) if members else {}
 
 
 class RemoteProcess(RoleProcess):
@@ -284,7 +270,6 @@ class RemoteProcess(RoleProcess):
         self._code = -signal.SIGKILL
         self.pid = pid
         self._looks_stopped = 0  # in a row, a second or more apart
-        self._shown, self._showing = dict[str, bytes](), threading.Lock()
         self._published: Mapping[str, bytes] = {}
         self._facts: dict[str, Any] = {}
         self._reported: dict[str, Any] = {}
@@ -299,14 +284,6 @@ class RemoteProcess(RoleProcess):
     def frozen(self) -> bool:
         """True if the actor, which was awake, has seen it stopped twice."""
         return self._looks_stopped > 1
-
-    def show(self) -> None:
-        """Let it see what the launcher has published."""
-        with self._showing, suppress(Exception):  # as for a signal
-            order, files = to_show(self.spec)
-            if self.pid and files != self._shown:
-                self._shown = files
-                self._actor.show.remote(order, files)
 
     def signal(self, number: signal.Signals) -> None:
         """Send ``number``; does nothing if the actor is lost. One that has not begun does not begin."""
@@ -351,17 +328,19 @@ class RemoteProcess(RoleProcess):
                     return
                 if self.stopped:  # meanwhile
                     self._send(signal.SIGTERM)
-                self.show()
             while True:
                 news = self._news()
                 if news.published != self._published:
-                    self._publish(news.published)
+                    with _publishing:
+                        put_beside(Path(self.spec.environment[MEMBERS_VARIABLE]), self._published, news.published)
+                    self._published = news.published
                 if news.status:
                     self._facts = ahead(json.loads(news.status), time.monotonic() - news.now)
                 self._looks_stopped = self._looks_stopped + 1 if news.stopped else 0
                 self._report("stopped" if news.stopped else "running")
                 for stream, data in news.output:
-                    self._write(stream, data)
+                    with suppress(OSError):
+                        write_all(self._targets[stream - 1], data)
                 if news.code is not None and not news.output:
                     self._code = news.code
                     return
@@ -369,30 +348,23 @@ class RemoteProcess(RoleProcess):
             self.lost = True
             why = [*str(error).strip().splitlines(), repr(error)][0]
             what = "the Ray node of" if self.pid else "no Ray node for"
-            self._write(2, f"anabranch: {what} {self.role} {self.rank}{' was lost' * bool(self.pid)}: {why}\n".encode())
+            with suppress(OSError):
+                line = f"anabranch: {what} {self.role} {self.rank}{' was lost' * bool(self.pid)}: {why}\n"
+                write_all(self._targets[1], line.encode())
         finally:
             for descriptor in (*self._targets, self._end):
                 os.close(descriptor)
-
-    def _publish(self, files: Mapping[str, bytes]) -> None:
-        with _publishing:
-            put_beside(Path(self.spec.environment[MEMBERS_VARIABLE]), self._published, files)
-        self._published = files
-
-    def _write(self, stream: int, data: bytes) -> None:
-        with suppress(OSError):
-            write_all(self._targets[stream - 1], data)
 
     def _news(self) -> RoleEvents:
         """Return what came since the last call; asks again if this process was stopped (Ctrl-Z) in between."""
         began = time.monotonic()
         news: RoleEvents
         try:
-            news = self._fetch(self._actor.follow.remote(), _LOST_SECONDS)
+            news = self._fetch(self._actor.follow.remote(published_for(self.spec)), _LOST_SECONDS)
         except Exception:
             if time.monotonic() - began < _LOST_SECONDS + _STOPPED_SECONDS:
                 raise
-            news = self._fetch(self._actor.follow.remote(), _LOST_SECONDS)
+            news = self._fetch(self._actor.follow.remote(published_for(self.spec)), _LOST_SECONDS)
         return news
 
     def _report(self, state: str) -> None:

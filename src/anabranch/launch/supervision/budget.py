@@ -10,12 +10,14 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 _FIRST_PAUSE = 0.5
 _LONGEST_PAUSE = 30.0
 _FORM = re.compile(r"(\d+)/(\d+(?:\.\d+)?)s")
 
 
+@dataclass(eq=False)
 class RestartBudget:
     """One service's restarts.
 
@@ -33,11 +35,10 @@ class RestartBudget:
         clock: the time.
     """
 
-    def __init__(self, times: int = 3, seconds: float = 600.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self.times = times
-        self.seconds = seconds
-        self._clock = clock
-        self._taken: deque[float] = deque()
+    times: int = 3
+    seconds: float = 600.0
+    clock: Callable[[], float] = time.monotonic
+    _taken: deque[float] = field(default_factory=deque, init=False)
 
     @classmethod
     def parse(cls, text: str) -> RestartBudget:
@@ -49,19 +50,15 @@ class RestartBudget:
         Raises:
             ValueError: text of another form.
         """
-        found = _FORM.fullmatch(text)
-        if found is None or not float(found[2]):
+        form = _FORM.fullmatch(text)
+        if form is None or not float(form[2]):
             raise ValueError(f"restarts are N/SECONDSs, as in 3/600s for three in any ten minutes; got {text!r}")
-        return cls(int(found[1]), float(found[2]))
-
-    def new(self) -> RestartBudget:
-        """Return the same for another service."""
-        return RestartBudget(self.times, self.seconds, self._clock)
+        return cls(int(form[1]), float(form[2]))
 
     @property
     def used(self) -> int:
         """The number of restarts in the stretch up to now."""
-        while self._taken and self._taken[0] <= self._clock() - self.seconds:
+        while self._taken and self._taken[0] <= self.clock() - self.seconds:
             self._taken.popleft()
         return len(self._taken)
 
@@ -71,7 +68,7 @@ class RestartBudget:
         if used >= self.times:
             return None
         pause = min(_FIRST_PAUSE * 2 ** (used - 1), _LONGEST_PAUSE) if used else 0.0
-        self._taken.append(self._clock() + pause)
+        self._taken.append(self.clock() + pause)
         return pause
 
     def __str__(self) -> str:

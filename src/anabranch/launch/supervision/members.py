@@ -42,7 +42,6 @@ class Members:
         least: with fewer left, the others wait for replacements, and the job ends if there will be none.
         meeting: the file through which they meet.
         tell: called with each line that a user should see at once.
-        show: called when something was published beside ``meeting``.
         more: workers that join the others where there is room for them.
     """
 
@@ -53,10 +52,9 @@ class Members:
         least: int,
         meeting: Path,
         tell: Callable[[str], None],
-        show: Callable[[], None] = lambda: None,
         more: Sequence[ProcessSpec] = (),
     ) -> None:
-        self._workers, self._least, self._meeting, self._tell, self._show = workers, least, meeting, tell, show
+        self._workers, self._least, self._meeting, self._tell = workers, least, meeting, tell
         self._now = Membership(0, {rank: rank for rank in range(count)}, least=least)
         self._awaited = set[int]()  # processes that are to be started
         self._more = list(more)
@@ -175,7 +173,6 @@ class Members:
             self._publish()
         else:
             call_newcomers(self._meeting, some=bool(wait))
-            self._show()
 
     def _waiting(self) -> list[int]:
         return [one.rank for one in self.newcomers() if self._says(one, "waits")]
@@ -187,7 +184,6 @@ class Members:
         # First: those who have met invite nobody who is there, or gone.
         call_newcomers(self._meeting, some=bool(self._waiting()))
         self._now.publish(self._meeting)
-        self._show()
 
     def frozen(self, services: Sequence[RoleProcess]) -> list[RoleProcess]:
         """Return the processes that were stopped at each look of the members' heartbeat, while a worker was not.

@@ -129,8 +129,7 @@ class Exit:
         return self.error is not None and self.error.is_loss
 
     def _lines(self) -> list[str]:
-        # Its folder may have been removed. A FIFO cannot seek; opened in another way it would wait.
-        with suppress(OSError), open(os.open(self.log, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        with suppress(OSError), self.log.open("rb") as file:  # its folder may have been removed
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
             return file.read().decode(errors="replace").rstrip().splitlines()
         return []

@@ -30,7 +30,7 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, MutableSequence, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 
 from anabranch.launch.output.long_waits import LongWaits
@@ -91,10 +91,11 @@ class _Timers(sched.scheduler):
         return None if self.empty() else max(0.0, self.queue[0].time - self.timefunc())
 
 
+@dataclass(eq=False)
 class Supervisor:
     """Watches ``workers`` until all have ended, then ends ``services``.
 
-    Args:
+    Attributes:
         workers: the running workers, by rank; one that replaces another takes its place here.
         signals: what the launcher received.
         services: the running services; one that is restarted takes its predecessor's place here.
@@ -107,59 +108,45 @@ class Supervisor:
         patience: how long processes may take to end.
         seconds: the job's time; ``None`` for as long as it takes.
         tell: called with each line that a user should see at once.
-
-    Attributes:
         interrupted: the signal that ended the job.
         timed_out: whether its time was over.
     """
 
-    def __init__(
-        self,
-        workers: MutableSequence[RoleProcess],
-        signals: SignalBox,
-        *,
-        services: MutableSequence[RoleProcess] | None = None,
-        rendezvous: RoleProcess | None = None,
-        start: Callable[[ProcessSpec, int], RoleProcess] = RoleProcess,
-        returns: Callable[[ProcessSpec], None] = lambda spec: None,
-        members: Members | None = None,
-        screen: Screen | None = None,
-        waits: LongWaits | None = None,
-        patience: Patience | None = None,
-        seconds: float | None = None,
-        tell: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        self.interrupted: signal.Signals | None = None
-        self.timed_out = False
-        self._workers: MutableSequence[RoleProcess] = workers
-        self._services: MutableSequence[RoleProcess] = [] if services is None else services
-        self._rendezvous = rendezvous
-        self._start = start
-        self._returns = returns
-        self._signals = signals
-        self._members = members
-        self._screen = screen
-        self._patience = patience or Patience()
-        self._tell = tell
-        self._failed = False
-        self._selector = selectors.DefaultSelector()
-        self._timers = _Timers()
-        if seconds is not None:
-            self._timers.after(seconds, self._time_out)
-        self._waits = waits
-        if waits is not None:
-            self._look(waits)
-        if members is not None:
-            self._look_at_members(members)
+    workers: MutableSequence[RoleProcess]
+    signals: SignalBox
+    _: KW_ONLY
+    services: MutableSequence[RoleProcess] = field(default_factory=list)
+    rendezvous: RoleProcess | None = None
+    start: Callable[[ProcessSpec, int], RoleProcess] = RoleProcess
+    returns: Callable[[ProcessSpec], None] = lambda spec: None
+    members: Members | None = None
+    screen: Screen | None = None
+    waits: LongWaits | None = None
+    patience: Patience = field(default_factory=Patience)
+    seconds: float | None = None
+    tell: Callable[[str], None] = lambda line: None
+    interrupted: signal.Signals | None = field(default=None, init=False)
+    timed_out: bool = field(default=False, init=False)
+    _failed: bool = field(default=False, init=False)
+    _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector, init=False)
+    _timers: _Timers = field(default_factory=_Timers, init=False)
+
+    def __post_init__(self) -> None:
+        if self.seconds is not None:
+            self._timers.after(self.seconds, self._time_out)
+        if self.waits is not None:
+            self._look(self.waits)
+        if self.members is not None:
+            self._look_at_members(self.members)
 
     def run(self) -> None:
         """Return when every process has ended and was reaped."""
         with self._selector:
-            self._selector.register(self._signals.descriptor, selectors.EVENT_READ, self._on_signal)
+            self._selector.register(self.signals.descriptor, selectors.EVENT_READ, self._on_signal)
             for process in self._everyone():
                 self._watch(process)
-            while _running(self._workers) or _running(self._services):
-                if not _running(self._workers) and not self._timers.has(id(self._services)):
+            while _running(self.workers) or _running(self.services):
+                if not _running(self.workers) and not self._timers.has(id(self.services)):
                     self._stop_services()
                 for key, _ in self._selector.select(self._timers.remaining()):
                     key.data()
@@ -167,11 +154,11 @@ class Supervisor:
 
     def kill(self) -> None:
         """End all processes at once."""
-        _send(self._workers, signal.SIGKILL)
-        _send(self._services, signal.SIGKILL)
+        _send(self.workers, signal.SIGKILL)
+        _send(self.services, signal.SIGKILL)
 
     def _everyone(self) -> list[RoleProcess]:
-        return [*self._workers, *self._services, *filter(None, [self._rendezvous])]
+        return [*self.workers, *self.services, *filter(None, [self.rendezvous])]
 
     def _watch(self, process: RoleProcess) -> None:
         self._selector.register(process.pidfd, selectors.EVENT_READ, partial(self._on_end, process))
@@ -182,7 +169,7 @@ class Supervisor:
         self._on_signal()  # one that was sent to all processes at once ended this one
         if self.interrupted is not None and process.code == -self.interrupted:
             process.stopped = True
-        if process is self._rendezvous:
+        if process is self.rendezvous:
             process.early = True
             self._fail(process)
         elif process.role != "worker":
@@ -191,20 +178,20 @@ class Supervisor:
             self._on_worker_end(process)
 
     def _on_worker_end(self, worker: RoleProcess) -> None:
-        members, well = self._members, worker.code == 0 or worker.stopped
+        members, well = self.members, worker.code == 0 or worker.stopped
         if members is not None and not self._failed and (well or members.may_leave(worker)):
             worker.forgiven = not well or members.awaits(worker)
-            if self._screen and not well and (heir := members.heir(worker)) is not None:
-                self._screen.follow(heir.log)
+            if self.screen and not well and (heir := members.heir(worker)) is not None:
+                self.screen.follow(heir.log)
             text = members.leave(worker)
             if not well:
                 pause, restarts = None if self.interrupted else members.replaces(worker), worker.spec.restarts
                 if pause is not None and restarts is not None:
                     when = f" in {pause:g} s" if pause else ""
                     text += f"; another takes its place{when} ({restarts.used} of {restarts.times})"
-                    self._returns(worker.spec)
+                    self.returns(worker.spec)
                     self._timers.after(pause, partial(self._replace, members, worker))
-                self._tell(f"{worker.describe()}; {text}")
+                self.tell(f"{worker.describe()}; {text}")
         elif not well:
             self._fail(worker)
 
@@ -212,8 +199,8 @@ class Supervisor:
         """Start another in place of a lost worker, if it is still needed."""
         spec = members.newcomer(worker.spec)
         if spec is not None and not self._failed and not self.interrupted:
-            successor = self._start(spec, worker.restarted + 1)
-            self._workers[self._workers.index(worker)] = successor
+            successor = self.start(spec, worker.restarted + 1)
+            self.workers[self.workers.index(worker)] = successor
             self._await(successor, members)
 
     def _await(self, newcomer: RoleProcess, members: Members) -> None:
@@ -228,7 +215,7 @@ class Supervisor:
             self._timers.after(pause, partial(self._look_for_newcomers, members), id(members))
 
     def _on_service_end(self, service: RoleProcess) -> None:
-        if service.stopped or self._failed or not _running(self._workers):
+        if service.stopped or self._failed or not _running(self.workers):
             return
         spec = service.spec
         served = service.restarted > 0 or service.has_served()
@@ -236,27 +223,27 @@ class Supervisor:
         if self.interrupted:  # the workers drain: too late for another
             service.forgiven = True
             if service.code:
-                self._tell(service.describe())
+                self.tell(service.describe())
         elif restarts is not None and (pause := restarts.take()) is not None:
             when = f" in {pause:g} s" if pause else ""
-            self._tell(f"{service.describe()}; restarted{when} ({restarts.used} of {restarts.times})")
-            self._returns(spec)
+            self.tell(f"{service.describe()}; restarted{when} ({restarts.used} of {restarts.times})")
+            self.returns(spec)
             service.forgiven = True  # the workers may have ended before it is back
             self._timers.after(pause, partial(self._bring_back, service))
         elif spec.role == "expert" and served:
             service.forgiven = True
-            self._tell(f"{service.describe()}; the job continues without it")
+            self.tell(f"{service.describe()}; the job continues without it")
         else:
             service.early = True
             if service.code == 0:
-                self._tell(f"{service.describe()}: the script never called job.serve()")
+                self.tell(f"{service.describe()}: the script never called job.serve()")
             self._fail(service)
 
     def _bring_back(self, service: RoleProcess) -> None:
         """Restart a service whose pause is over, if it is still needed."""
-        if not self._failed and not self.interrupted and _running(self._workers):
-            successor = self._start(service.spec, service.restarted + 1)
-            self._services[self._services.index(service)] = successor
+        if not self._failed and not self.interrupted and _running(self.workers):
+            successor = self.start(service.spec, service.restarted + 1)
+            self.services[self.services.index(service)] = successor
             self._watch(successor)
 
     def _fail(self, process: RoleProcess) -> None:
@@ -264,24 +251,24 @@ class Supervisor:
         if self._failed:
             return
         self._failed = True
-        if self._members is not None:
-            self._members.end(process)
-        others = len(_running(self._workers))
-        if others and not self._timers.has(id(self._workers)):
+        if self.members is not None:
+            self.members.end(process)
+        others = len(_running(self.workers))
+        if others and not self._timers.has(id(self.workers)):
             count, other = f"{others} " if others > 1 else "", "other " if process.role == "worker" else ""
-            self._tell(f"{process.who} failed; stopping the {count}{other}worker{'s' * (others > 1)}")
-            self._send_after(self._workers, self._patience.failure, signal.SIGTERM)
-            self._end_after(self._workers, self._patience.failure + self._patience.stop)
+            self.tell(f"{process.who} failed; stopping the {count}{other}worker{'s' * (others > 1)}")
+            self._send_after(self.workers, self.patience.failure, signal.SIGTERM)
+            self._end_after(self.workers, self.patience.failure + self.patience.stop)
 
     def _stop_services(self) -> None:
         """Request that they finish, save and exit: no worker is left to call them.
 
         The second signal is for those that linger, because somebody from elsewhere is connected.
         """
-        _send(self._services, signal.SIGTERM)
-        self._send_after(self._services, _LINGER_SECONDS, signal.SIGTERM)
+        _send(self.services, signal.SIGTERM)
+        self._send_after(self.services, _LINGER_SECONDS, signal.SIGTERM)
         failed = self._failed or self.timed_out
-        self._end_after(self._services, self._patience.stop if failed else self._patience.drain)
+        self._end_after(self.services, self.patience.stop if failed else self.patience.drain)
 
     def _send_after(self, processes: Sequence[RoleProcess], seconds: float, number: signal.Signals) -> None:
         self._timers.after(seconds, partial(_send, processes, number), id(processes))
@@ -293,39 +280,39 @@ class Supervisor:
 
     def _kill(self, processes: Sequence[RoleProcess], what: str) -> None:
         for process in _running(processes):
-            self._tell(f"{process.who} {what}; killing it")
+            self.tell(f"{process.who} {what}; killing it")
         _send(processes, signal.SIGKILL)
 
     def _give_up(self, processes: Sequence[RoleProcess]) -> None:
         for process in _running(processes):
-            self._tell(f"{process.who} (pid {process.pid}) does not die from SIGKILL: it hangs in the kernel")
+            self.tell(f"{process.who} (pid {process.pid}) does not die from SIGKILL: it hangs in the kernel")
             process.abandon()
 
     def _on_signal(self) -> None:
-        for number, again in self._signals.take():
+        for number, again in self.signals.take():
             if number == signal.SIGWINCH:
-                if self._screen:
-                    self._screen.fit()
+                if self.screen:
+                    self.screen.fit()
             elif number == signal.SIGTSTP:
                 self._pause()
             elif self.interrupted and not again:
                 continue
             elif self.interrupted:
-                self._tell(f"{number.name} again: killing the workers")
-                for processes in (self._workers, self._services):
+                self.tell(f"{number.name} again: killing the workers")
+                for processes in (self.workers, self.services):
                     self._timers.clear(id(processes))
                     self._end_after(processes, 0.0, "did not stop")
             else:
                 self.interrupted = number
-                self._tell(f"{number.name}: stopping the workers (send it again to kill them)")
-                if self._members is not None:
-                    self._members.wait_no_longer()
-                self._stop_workers(number, self._patience.drain)
+                self.tell(f"{number.name}: stopping the workers (send it again to kill them)")
+                if self.members is not None:
+                    self.members.wait_no_longer()
+                self._stop_workers(number, self.patience.drain)
 
     def _stop_workers(self, number: signal.Signals, patience: float) -> None:
-        _send(self._workers, number)
-        self._timers.clear(id(self._workers))
-        self._end_after(self._workers, patience)
+        _send(self.workers, number)
+        self._timers.clear(id(self.workers))
+        self._end_after(self.workers, patience)
 
     def _pause(self) -> None:
         """Ctrl-Z: stop all processes, and this one, until the shell lets it continue; that time is nobody's."""
@@ -334,12 +321,12 @@ class Supervisor:
         before = time.monotonic()
         signal_box.suspend()
         self._timers.postpone(time.monotonic() - before)
-        if self._waits:
-            self._waits.begin()
+        if self.waits:
+            self.waits.begin()
         for process in self._everyone():
             process.signal_group(signal.SIGCONT)
-        if self._screen:
-            self._screen.fit()
+        if self.screen:
+            self.screen.fit()
 
     def _look(self, waits: LongWaits) -> None:
         waits.check()
@@ -347,19 +334,19 @@ class Supervisor:
 
     def _look_at_members(self, members: Members) -> None:
         """Kill those that are frozen, let those leave that have closed, and let more join."""
-        frozen, goes_on = members.frozen(self._services), self.interrupted is None and not self._failed
+        frozen, goes_on = members.frozen(self.services), self.interrupted is None and not self._failed
         for worker in frozen if goes_on else ():
-            self._tell(f"{worker.who} (pid {worker.pid}) is frozen; killing it")
+            self.tell(f"{worker.who} (pid {worker.pid}) is frozen; killing it")
             worker.signal_group(signal.SIGKILL)
         members.leave_closed()
         while goes_on and (spec := members.one_more()) is not None:
-            self._workers.append(self._start(spec, 0))
-            self._await(self._workers[-1], members)
+            self.workers.append(self.start(spec, 0))
+            self._await(self.workers[-1], members)
         self._timers.after(LOOK_SECONDS, partial(self._look_at_members, members))
 
     def _time_out(self) -> None:
         self.timed_out = True
-        self._stop_workers(signal.SIGABRT, self._patience.stop)
+        self._stop_workers(signal.SIGABRT, self.patience.stop)
 
 
 def _running(processes: Sequence[RoleProcess]) -> list[RoleProcess]:

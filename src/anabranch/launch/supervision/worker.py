@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -50,14 +51,15 @@ class ProcessSpec:
 
 
 def open_log(path: Path, *, anew: bool) -> BinaryIO:
-    """Open a log to append to, or nothing where its folder was removed, or it is a FIFO that nobody reads."""
-    how = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
+    """Open a log to append to, or nothing where its folder was removed."""
     try:
-        descriptor = os.open(path, how | (os.O_TRUNC if anew else 0), 0o666)
+        file = path.open("ab", buffering=0)
     except OSError:
-        descriptor = os.open(os.devnull, how)
-    os.set_blocking(descriptor, True)  # what is written to it waits; only opening a FIFO must not
-    return open(descriptor, "ab", buffering=0)
+        return open(os.devnull, "ab", buffering=0)
+    if anew:
+        with suppress(OSError):  # a device
+            file.truncate(0)
+    return file
 
 
 def write_all(descriptor: int, data: bytes) -> None:
