@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +23,9 @@ from anabranch.launch.supervision.signals import SignalBox
 from anabranch.launch.supervision.supervisor import Patience, Supervisor
 from anabranch.launch.supervision.worker import RoleProcess
 from anabranch.liveness.membership import Membership, OwnPlace, published
+from anabranch.record.process import process_stat
+
+_ATTACH = 16  # PTRACE_ATTACH
 
 
 class Undying:
@@ -150,6 +155,19 @@ def test_a_worker_that_has_closed_leaves_as_others_meet_unless_it_begins_again(t
         first.say("closes")
         members.leave_closed()
     assert published(meeting) == Membership(1, {1: 0}, closed=1)
+
+
+def test_a_process_that_a_debugger_has_stopped_is_frozen() -> None:
+    with subprocess.Popen(["sleep", "600"]) as child:
+        trace = ctypes.CDLL(None, use_errno=True).ptrace
+        trace.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+        try:
+            assert trace(_ATTACH, child.pid, None, None) == 0, os.strerror(ctypes.get_errno())
+            os.waitpid(child.pid, 0)
+            assert process_stat(child.pid)[0] == "t"
+            assert RoleProcess.frozen.fget(cast(Any, child))  # type: ignore[attr-defined]
+        finally:
+            child.kill()
 
 
 # --- a job that fails is started again as a whole; a service's restarts are a budget that refills

@@ -19,6 +19,8 @@ WRONG = [
     ([RUN, "pkg.absent"], "for a module give -m"),
     ([RUN, "-m", "absent.module"], "there is no module 'absent'"),
     ([RUN, "-m", "train.py"], "there is no module 'train'"),
+    ([RUN, "-n", "2", HERE], "the number of workers is --workers 2"),
+    (["plan", "--nproc-per-node=4", HERE], "the number of workers is --workers 4"),
     ([RUN, "--workers", "0", HERE], "1"),
     ([RUN, "--workers", "two", HERE], "--workers"),
     ([*SECONDS, "inf", HERE], "finite number of seconds above 0, got inf"),

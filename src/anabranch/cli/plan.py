@@ -11,7 +11,7 @@ import typer
 
 from anabranch.cli.job_end import show_end
 from anabranch.cli.messages import plain_errors, tell
-from anabranch.cli.options import Arguments, Experts, IsModule, Script, Servers, Workers
+from anabranch.cli.options import Arguments, Experts, IsModule, OfTorchrun, Script, Servers, Workers
 from anabranch.launch import JobSpec, PythonProgram, launch
 from anabranch.record.process import PLAN_VARIABLE
 
@@ -20,6 +20,7 @@ def plan(
     script: Script,
     arguments: Arguments = None,
     module: IsModule = False,
+    of_torchrun: OfTorchrun = None,
     workers: Workers = 1,
     servers: Servers = 0,
     experts: Experts = 0,

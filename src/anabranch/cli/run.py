@@ -16,7 +16,7 @@ import typer
 
 from anabranch.cli.job_end import show_end
 from anabranch.cli.messages import plain_errors, tell
-from anabranch.cli.options import Arguments, Experts, IsModule, Script, Servers, Workers
+from anabranch.cli.options import Arguments, Experts, IsModule, OfTorchrun, Script, Servers, Workers
 from anabranch.launch import Durability, JobOutcome, JobSpec, PythonProgram, RestartBudget, launch
 from anabranch.launch.supervision.signals import collect_signals
 from anabranch.transport.redis_directory import RedisLink, is_redis_url
@@ -28,6 +28,7 @@ def run(
     script: Script,
     arguments: Arguments = None,
     module: IsModule = False,
+    of_torchrun: OfTorchrun = None,
     workers: Workers = 1,
     min_workers: Annotated[
         int | None,

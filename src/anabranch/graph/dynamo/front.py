@@ -360,7 +360,7 @@ class _Compiled:
         """Run the program whose guards hold, or build one."""
         self._front.__globals__.update(self._wrapped)
         try:
-            return self._compile(*args)  # type: ignore[no-untyped-call]
+            return self._compile(*args)
         finally:
             self._unwrap()
 

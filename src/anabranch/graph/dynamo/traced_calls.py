@@ -99,8 +99,8 @@ def arrange(
         if position in call.numbers:
             assert isinstance(value, Tensor)
             value = value.item()
-        name, kind = free_name(name, sources), "buffer" if is_state else "argument"
-        sources.append(TraceSource(name, cast("Tensor | float | int", value), kind))
+        number = cast("Tensor | float | int", value)
+        sources.append(TraceSource(free_name(name, sources), number, "buffer" if is_state else "argument"))
         if not is_state:
             free.append(position)
     return Arguments(tuple(sources), tuple(place), tuple(free), tuple(bound), tuple(fixed))
