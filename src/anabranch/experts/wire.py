@@ -141,7 +141,7 @@ def _mapping(made: type, keys: Sequence[str], parts: Sequence[object]) -> Struct
         return items
     if dataclasses.is_dataclass(made):  # for example Hugging Face's ModelOutput
         return made(**items)
-    return made(list(items.items()) if issubclass(made, OrderedDict) else items)  # type: ignore[call-arg]
+    return made(list(items.items()) if issubclass(made, OrderedDict) else items)
 
 
 Layout = list[tuple[str, TensorSpec]]

@@ -407,7 +407,9 @@ class TaskPool:
             self.tasks_in_batch = requests
             with spans.span(self.name, "compute", tasks=requests, rows=rows):
                 if batch[0].rows > self.max_batch_size and not self.whole:
-                    outputs = [in_parts(batch[0], self.max_batch_size, self.name, self._process_tasks)]
+                    outputs: Sequence[Sequence[Tensor | None]] = [
+                        in_parts(batch[0], self.max_batch_size, self.name, self._process_tasks)
+                    ]
                 else:
                     outputs = self._process_tasks(batch)
         except BaseException as error:

@@ -167,9 +167,11 @@ class RemoteEmbedding(nn.Module):
             return self._whole_call(*args)[0]
         return self.call_whole(*args)[0]
 
-    def call_whole(self, trained: bool, *lookup: Any) -> list[Tensor]:
+    def call_whole(
+        self, trained: bool, ids: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
+    ) -> list[Tensor]:
         """``forward``, as one call that Dynamo does not trace into; constants if it is not ``trained``."""
-        return [look_up(self._reach, self.spec, trained, None, *lookup, mode=self.mode)]
+        return [look_up(self._reach, self.spec, trained, None, ids, offsets, per_sample_weights, mode=self.mode)]
 
     def _reach(self) -> WeightSource:
         link = self._link
