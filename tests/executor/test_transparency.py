@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce as functional_all_reduce
 
 import anabranch as ab
-from toys import distance, in_job, plain_step, plain_window
+from toys import distance, in_job, plain_step, plain_window, step_of
 
 STEPS = 5
 OPTIMIZERS = {
@@ -151,16 +151,10 @@ def with_workers(case: dict, rows: int, rank: int, world: int) -> tuple[dict[str
     )
     losses = []
     steps = {"default": step, "look": ab.EvalStep(model, lambda model, ids: {"rows": model.table(ids)})}
-    cache = ab.Cache(**case["cache"]) if case.get("cache") else None
-    with ab.Executor(
-        steps,
-        case["mode"],
-        engine=case["engine"],
-        cache=cache,
-        use_sparse_pull=case.get("sparse_pull", True),
-        routes=case.get("routes"),
-        served="replace",
-    ) as executor:
+    names = {"engine": "engine", "routes": "routes", "sparse_pull": "use_sparse_pull"}
+    options = {names[name]: value for name, value in case.items() if name in names}
+    options |= {"cache": ab.Cache(**case["cache"])} if "cache" in case else {}
+    with ab.Executor(steps, case["mode"], served="replace", **options) as executor:
         for run in range(STEPS * accumulate):
             whole = batch_of(case, run, rows + run % accumulate)
             count = len(whole["y"])
@@ -297,9 +291,8 @@ def test_a_worker_alone_has_its_servers_in_memory(cases: list[dict[str, object]]
 
 def pipe_of_workers(stages: int) -> float:
     """Train a pipe whose loss sums over the rows of a grid; return its parameters' distance from the plain loop's."""
-    torch.distributed.init_process_group("gloo")
     grid = ab.job().grid(data=2, pipeline=stages)
-    row, sizes = torch.distributed.get_rank() // stages, (7, 4)
+    row, sizes = ab.job().rank // stages, (7, 4)
     part = slice(sum(sizes[:row]), sum(sizes[: row + 1]))
 
     def layers() -> nn.Sequential:
@@ -319,7 +312,7 @@ def pipe_of_workers(stages: int) -> float:
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
     group = {"process_group": grid.pipeline_group} if stages > 1 else {}
     pipe = ab.Pipe(layers(), [2, 1], chunks=1, **group)
-    step = ab.TrainStep(pipe, of_all, torch.optim.SGD(pipe.parameters(), lr=0.5))
+    step = step_of(pipe, loss=of_all, lr=0.5)
     with ab.Executor(step, "AllReduce", process_group=grid.data_group, timeout=60) as executor:
         for number in range(4):
             torch.manual_seed(number)
@@ -371,14 +364,13 @@ def loaded(folder: str) -> list[float]:
     rank, alone = ab.job().rank, ab.job().world_size == 1
     torch.manual_seed(0)
     model, sizes = nn.Linear(4, 1).double(), [12] if alone else [3, 9]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         total = model(x).sum()
         total = total if alone else ab.all_reduce(total)
         return model(x).square().mean() + (total / 12).square()  # type: ignore[no-any-return]
 
-    with ab.Executor(ab.TrainStep(model, loss, optimizer)) as executor:
+    with ab.Executor(step_of(model, loss=loss, lr=0.05)) as executor:
         for number in (0, 1, 2, 3):
             if number == 2:
                 if alone:
