@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import anabranch as ab
-from anabranch.executor import LinkCost, ModeCost, Plan
+from anabranch.executor import LinkCost, Plan
 from anabranch.executor import plan as planner
 from anabranch.executor.routes import CommMode, plan_routes
 from anabranch.executor.running.window import HEADER_SIZE
@@ -24,7 +24,7 @@ from anabranch.executor.survey import StepSurvey, TableRows, survey_step
 from anabranch.parameter_server import Consistency
 from launched import run
 from plain_loop import mean_square
-from toys import in_job, job_servers
+from toys import in_job, job_servers, step_of
 from waiting import wait_until
 
 
@@ -34,8 +34,7 @@ def test_times_are_of_the_links_and_of_the_slowest_worker(monkeypatch: pytest.Mo
     monkeypatch.setattr(planner, "_measured", lambda *_: (links, surveys, 0))
 
     def planned(model: nn.Module, mode: CommMode, **options: Any) -> Plan:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = {"train": ab.TrainStep(model, lambda model, batch: torch.zeros(()), optimizer, **options)}
+        step = {"train": step_of(model, **options)}
         routes = plan_routes(step, distinct_models(step), mode, None)
         spec = Spec(step, {"": model}, mode, routes, consistency=Consistency.parse("bsp"))  # type: ignore[arg-type]
         return planner.plan_step(spec, None, "train", None, None)
@@ -76,10 +75,6 @@ class Model(nn.Module):
 IDS = torch.tensor([[1, 2], [49, 2], [1, 3], [49, 1]])
 
 
-def step_of(model: nn.Module) -> ab.TrainStep:
-    return ab.TrainStep(model, mean_square, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
 def test_a_survey_leaves_everything_unchanged() -> None:
     model = Model(max_norm=0.1).eval()
     model.head.bias.grad = torch.ones(1)
@@ -104,9 +99,7 @@ def test_a_plan_is_of_the_loaders_next_batch_which_stays_the_next() -> None:
         seen.append(ids.flatten().tolist())
         return mean_square(model, ids)
 
-    model = Model()
-    step = ab.TrainStep(model, noted, torch.optim.SGD(model.parameters(), lr=0.1))
-    with ab.Executor(step, engine="tape", dataloaders={"default": loader}) as executor:
+    with ab.Executor(step_of(Model(), loss=noted), dataloaders={"default": loader}) as executor:
         plan = executor.plan()
         assert {tuple(ids) for ids in seen} == {(0, 1, 2, 3)}
         assert plan.notes == ()
@@ -126,8 +119,7 @@ def test_a_plan_names_experts_and_leaves_them_as_they_are() -> None:
     )
     with ab.ExpertServer([backend]) as server:
         model = nn.Sequential(nn.Linear(4, 4), ab.RemoteExpert("linear.0", server.endpoint))
-        step = ab.TrainStep(model, lambda model, x: model(x).sum(), torch.optim.SGD(model.parameters(), lr=0.1))
-        with ab.Executor(step) as executor:
+        with ab.Executor(step_of(model)) as executor:
             plan = executor.plan(batch=torch.ones(8, 4))
         assert model[1].training
     (row,) = [row for row in plan.rows if row.boundary == "experts"]
@@ -156,7 +148,7 @@ def requests() -> dict[str, tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("mode", ["auto", "PS", None])
-def test_planning_only_reads_live_servers_and_lists_every_possible_mode(server: None, mode: Any) -> None:
+def test_planning_only_reads_live_servers(server: None, mode: Any) -> None:
     with ab.Executor(step_of(Model()), mode) as executor:
         executor.run(batch=IDS)
         wait_until(lambda: all(pushes for pushes, _, _ in requests().values()))  # the step's release is not waited for
@@ -168,26 +160,14 @@ def test_planning_only_reads_live_servers_and_lists_every_possible_mode(server: 
         after = executor.statistics().tables
     used = "Hybrid" if mode == "auto" else mode
     assert plan.comm_mode == used
-    assert [one.comm_mode for one in plan.modes] == [None, "PS", "Hybrid"]
-    assert ModeCost(used, plan.bytes, plan.step_seconds) in plan.modes
-    assert [sorted(one.bytes) for one in plan.modes] == [[], ["servers"], ["servers"]]
     assert plan.bytes.get("servers", 0) == sum(after[name].bytes - counted[name].bytes for name in after)
-    assert all(str(one) in str(plan).splitlines() for one in plan.modes)
-    assert ("their bandwidth is not measured" in str(plan)) is (mode is None)
-
-
-def test_a_mode_that_the_model_does_not_allow_has_no_line(server: None) -> None:
-    model = Model()
-    step = ab.TrainStep(model, mean_square, torch.optim.NAdam(model.parameters()))
-    with ab.Executor(step, None) as executor:
-        assert [one.comm_mode for one in executor.plan(batch=IDS).modes] == [None]
 
 
 def test_a_step_that_trains_a_pipe_is_refused_with_the_cure() -> None:
-    with ab.Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), [1, 1]) as pipe:
-        step = ab.TrainStep(pipe, F.mse_loss, torch.optim.SGD(pipe.parameters(), lr=0.1))
-        with ab.Executor(step) as executor, pytest.raises(ValueError, match=r"pipe.describe\(\) .*without the Pipe"):
-            executor.plan(batch=(torch.ones(4, 4), torch.ones(4, 1)))
+    pipe = ab.Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), [1, 1])
+    executor = ab.Executor(step_of(pipe, loss=F.mse_loss))
+    with pipe, executor, pytest.raises(ValueError, match=r"pipe.describe\(\) .*without the Pipe"):
+        executor.plan(batch=(torch.ones(4, 4), torch.ones(4, 1)))
 
 
 # Jobs.
@@ -230,14 +210,11 @@ def crossed(executor: ab.Executor) -> dict[str, int]:
 
 
 def compare(kinds: list[str]) -> None:
-    plans = {kind: compare_one(kind, ab.job().rank) for kind in kinds}
-    modes = [kind for kind in kinds if kind in ("AllReduce", "Hybrid", "PS")]
-    for mode in modes:
-        others = {one.comm_mode: one.bytes for one in plans[mode].modes}
-        assert others == {other: plans[other].bytes for other in modes}, mode
+    for kind in kinds:
+        compare_one(kind, ab.job().rank)
 
 
-def compare_one(kind: str, rank: int) -> ab.Plan:
+def compare_one(kind: str, rank: int) -> None:
     """The bytes of a step, as planned before it and as counted; the second step is one like all others."""
     options = dict(KINDS[kind])
     executor = executor_of(str(options.pop("comm_mode")), **options)  # type: ignore[arg-type]
@@ -252,7 +229,6 @@ def compare_one(kind: str, rank: int) -> ab.Plan:
         after = crossed(executor)
     for place, count in after.items():
         assert plan.bytes.get(place, 0) == count - before[place], (kind, place)
-    return plan
 
 
 @pytest.mark.slow
