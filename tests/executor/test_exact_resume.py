@@ -112,7 +112,7 @@ def every_optimizer() -> list[MakeOptimizer]:
     return [MasterWeights, ab.RowWiseAdagrad, ab.FTRL, *sorted(set(classes) - unlike, key=lambda one: one.__name__)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 def test_every_optimizer_of_torch_keeps_the_types_of_its_state(tmp_path: Path, dtype: torch.dtype) -> None:
     assert len(every_optimizer()) > 12
     for number, make in enumerate(every_optimizer()):

@@ -68,34 +68,6 @@ def test_a_checkpoint_is_of_an_optimizer_step(tmp_path: Path) -> None:
     assert_same(other, model)
 
 
-@pytest.mark.parametrize("trained_first", [True, False])
-def test_layers_that_joined_after_construction_are_saved_and_loaded(tmp_path: Path, trained_first: bool) -> None:
-    def made(seed: int) -> tuple[nn.Sequential, torch.optim.Optimizer, ab.Executor]:
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(4, 3))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        return model, optimizer, ab.Executor({"train": ab.TrainStep(model, loss, optimizer)}, engine="tape")
-
-    def grow(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
-        model.append(nn.Linear(3, 3))
-        optimizer.add_param_group({"params": model[-1].parameters()})
-
-    model, optimizer, executor = made(0)
-    with executor:
-        losses(executor, range(2))
-        grow(model, optimizer)
-        losses(executor, range(2, 4))
-        executor.save(tmp_path)
-        expected = losses(executor, range(4, 7))
-    other, optimizer, resumed = made(99)
-    with resumed:
-        losses(resumed, range(1 if trained_first else 0))
-        grow(other, optimizer)
-        assert resumed.resume(tmp_path)
-        assert losses(resumed, range(4, 7)) == expected
-    assert_same(other, model)
-
-
 class Counting(torch.optim.SGD):
     """Keeps values of its own in its state, one under the name of a parameter."""
 
@@ -195,10 +167,8 @@ def trained_by_workers(path: str, start: int, stop: int, save_at: int, accumulat
         return {"losses": seen, "head": model[1].weight.flatten().tolist(), "draw": torch.rand(3).tolist()}
 
 
-@pytest.mark.quick_cases(1)
-@pytest.mark.parametrize(
-    ("before", "after", "accumulate"), [(1, 3, 2), (2, 2, 4), pytest.param(2, 1, 1, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after", "accumulate"), [(1, 3, 2), (2, 2, 4), (2, 1, 1)])
 def test_another_number_of_workers_resumes_where_the_others_stopped(
     tmp_path: Path, before: int, after: int, accumulate: int
 ) -> None:

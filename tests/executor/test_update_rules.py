@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_nonfinite import ENGINES, batch_of, loss_of, model_of
+from test_nonfinite import ENGINES, TAPE_QUICKLY, batch_of, loss_of, model_of
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -49,7 +49,7 @@ def test_float16_steps_as_grad_scaler_does() -> None:
         assert (executor.step, executor.statistics().skipped_steps) == (6, 2)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", TAPE_QUICKLY)
 def test_bfloat16_computes_under_autocast(engine: Any) -> None:
     model, plain = model_of(), model_of()
     optimizer, reference = adams(model, plain)
@@ -104,7 +104,7 @@ REPLACEMENTS: dict[str, Callable[[Optimizer], object]] = {
 }
 
 
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("when", ["in on_gradients", "before", "before a batch of another kind"])
 @pytest.mark.parametrize("what", REPLACEMENTS)
 def test_an_optimizer_may_change_at_any_time_where_steps_are_taken_in_parts(what: str, when: str) -> None:
@@ -190,6 +190,7 @@ def applies_by_hand(k: int, model: Any, optimizer: Optimizer) -> None:
             parameter.grad.zero_()
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("change", "clip"), [(adds_a_group, None), (applies_by_hand, 0.1)])
 def test_gradients_that_no_optimizer_holds_add_up_and_count_in_the_norm(
