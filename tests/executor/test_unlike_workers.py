@@ -101,6 +101,21 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
 
 
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two workers say of all that makes them unlike, in one job."""
+    return in_job(everything, 2, str(tmp_path_factory.mktemp("two")))
+
+
+def everything(folder: str) -> dict[str, Any]:
+    return {
+        "layouts": layouts(),
+        "outcomes": outcomes(),
+        "for a while": differing_for_a_while(folder),
+        "runs": runs_of_their_own(f"{folder}/saved"),
+    }
+
+
 def outcomes() -> dict[str, Any]:
     return {
         "nothing": train(),
@@ -122,16 +137,16 @@ ONCE = {"load_state_dict": 4, "rate": 4}
 RIGHT = ("nothing", "batch norm", "never", "too short")
 
 
-def test_whatever_makes_parameters_differ_is_told_on_all_workers_with_names_ranks_and_steps() -> None:
-    for found in in_job(outcomes, 2):
+def test_whatever_makes_parameters_differ_is_told_with_names_ranks_and_steps(said: list[dict[str, Any]]) -> None:
+    for ended in (one["outcomes"] for one in said):
         for name in RIGHT:
-            assert found[name] == "trained", name
+            assert ended[name] == "trained", name
         for name, parameters in WRITTEN.items():
-            assert found[name][:3] == [parameters, [1], [0, 5]], name
-        assert (len(found["noise"][0]), found["noise"][1:3]) == (4, [[1], [0, 5]])
+            assert ended[name][:3] == [parameters, [1], [0, 5]], name
+        assert (len(ended["noise"][0]), ended["noise"][1:3]) == (4, [[1], [0, 5]])
         for name, count in ONCE.items():
-            assert (len(found[name][0]), found[name][1:3]) == (count, [[1], [5, 10]]), name
-        assert "max_norm=0.1 shrinks rows in place" in found["max_norm"]
+            assert (len(ended[name][0]), ended[name][1:3]) == (count, [[1], [5, 10]]), name
+        assert "max_norm=0.1 shrinks rows in place" in ended["max_norm"]
 
 
 def differing_for_a_while(folder: str) -> list[Any]:
@@ -180,9 +195,9 @@ def differing_for_a_while(folder: str) -> list[Any]:
     return [said, ended[:2], ended[2][0], [text for text in warned if "differed by rounding" in text]]
 
 
-def test_workers_that_differ_are_not_saved_and_rounding_is_said_once_and_mended(tmp_path: Path) -> None:
-    for rank, (said, ended, wrong, warned) in enumerate(in_job(differing_for_a_while, 2, str(tmp_path))):
-        assert said == [[["1.bias"], [3, 4]], 3, True, "loaded"]
+def test_workers_that_differ_are_not_saved_and_rounding_is_said_once_and_mended(said: list[dict[str, Any]]) -> None:
+    for rank, (seen, ended, wrong, warned) in enumerate(one["for a while"] for one in said):
+        assert seen == [[["1.bias"], [3, 4]], 3, True, "loaded"]
         assert (ended, wrong) == (["trained", "trained"], ["1.bias"])
         assert len(warned) == (rank == 0), warned
 
@@ -237,8 +252,9 @@ def layouts() -> list[Any]:
     return values
 
 
-def test_rank_0s_parameters_are_everyones_however_they_lie_in_memory_and_another_model_or_loader_is_refused() -> None:
-    first, second = in_job(layouts, 2)
+def test_rank_0s_parameters_are_everyones_however_they_lie_in_memory(said: list[dict[str, Any]]) -> None:
+    """Another model or loader is refused."""
+    first, second = (one["layouts"] for one in said)
     assert first == second
     assert first[1][0] == [0.0, 4.0, 8.0]
 
@@ -288,11 +304,9 @@ def runs_of_their_own(folder: str) -> list[str]:
     return said
 
 
-def test_workers_that_are_in_different_runs_say_so_unless_they_load(tmp_path: Path) -> None:
+def test_workers_that_are_in_different_runs_say_so_unless_they_load(said: list[dict[str, Any]]) -> None:
     """A run that failed before its first message left one worker's number of runs ahead for good."""
-    first, second = in_job(runs_of_their_own, 2, str(tmp_path / "saved"))
-    assert "the workers are in different runs" in first[0]
-    assert "the workers are in different runs" in second[1]
+    assert ["the workers are in different runs" in one["runs"][rank] for rank, one in enumerate(said)] == [True] * 2
 
 
 def interrupted_behind_its_header(folder: str) -> list[str]:

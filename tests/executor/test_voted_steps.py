@@ -203,14 +203,6 @@ def refuse_next(calls: Any) -> None:
     calls.outcomes = refused
 
 
-@pytest.mark.parametrize("mode", ["PS", pytest.param("Hybrid", marks=pytest.mark.slow)])
-def test_a_push_that_one_shard_refuses_is_raised_on_all_workers_and_applied_nowhere(mode: str) -> None:
-    (mine, steps, state), (theirs, *_) = in_job(refuse_one, 2, mode, servers=2)
-    assert theirs == ["this shard is full"]
-    assert mine == ["this shard is full; this was the push of rank 1, and nothing was applied"]
-    assert (steps, state) == (3, plainly(3))
-
-
 def test_a_worker_tells_each_shard_once_that_nothing_else_has_turn_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dense parameters are read after the step, which tells it; shards with rows alone get a word of their own."""
     words = []
@@ -267,7 +259,8 @@ def test_when_one_worker_stops_the_others_halt_after_exactly_k_steps(tmp_path: P
 def close_early(path: str) -> int:
     """Rank 1 makes three steps and closes; its process stays until rank 0 has made ten."""
     rank, over = ab.job().rank, Path(path) / "over"
-    with ab.Executor(step_of(Model(), None), "PS", consistency="ssp:2", timeout=50.0) as executor:
+    options = {"consistency": "ssp:2", "timeout": 50.0, "served": "replace"}
+    with ab.Executor(step_of(Model(), None), "PS", **options) as executor:  # type: ignore[arg-type]
         for step in range(3 if rank else 10):
             executor.run(batch=batch_of(step, rank, 2))
     if rank == 0:
@@ -276,8 +269,20 @@ def close_early(path: str) -> int:
     return executor.step
 
 
-def test_a_worker_that_has_closed_is_not_waited_for(tmp_path: Path) -> None:
-    assert in_job(close_early, 2, str(tmp_path), servers=2) == [10, 3]
+def refuse_and_close(mode: str, path: str) -> list[Any]:
+    return [refuse_one(mode), close_early(path)]
+
+
+@pytest.mark.parametrize("mode", ["PS", pytest.param("Hybrid", marks=pytest.mark.slow)])
+def test_a_push_that_one_shard_refuses_is_applied_nowhere_and_who_has_closed_is_not_waited_for(
+    mode: str, tmp_path: Path
+) -> None:
+    """All workers are told of the push."""
+    (mine, ten), (theirs, three) = in_job(refuse_and_close, 2, mode, str(tmp_path), servers=2)
+    refused = "this shard is full"
+    assert theirs[0] == [refused]
+    assert mine == [[f"{refused}; this was the push of rank 1, and nothing was applied"], 3, plainly(3)]
+    assert [ten, three] == [10, 3]
 
 
 # Stopped, and resumed elsewhere.
