@@ -134,7 +134,8 @@ class NeighborSampler:
         begun = _ids("seeds", seeds, len(self._indptr) - 1)
         nodes, blocks = begun, []
         for hop, fanout in enumerate(self._fanouts):
-            draws = np.random.SeedSequence([key % 2**64, self._seed, hop]).generate_state(max(fanout, 0), np.uint64)
+            keys = np.random.SeedSequence([key % 2**64, self._seed, hop])
+            draws = keys.generate_state(max(fanout, 0), np.uint64).astype(np.uint64)
             counts, neighbours = self._neighbours(nodes, draws)
             nodes = np.concatenate([nodes, np.setdiff1d(neighbours, nodes)])
             indptr, order = np.concatenate([[0], np.cumsum(counts)]), np.argsort(nodes)
