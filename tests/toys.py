@@ -21,6 +21,7 @@ import anabranch as ab
 from anabranch.launch import Patience
 from anabranch.parameter_server import ParameterServer
 from anabranch.testing import JobResult, LocalJob
+from plain_loop import mean_square
 
 
 def plain_step(
@@ -38,6 +39,18 @@ def plain_step(
         nn.utils.clip_grad_norm_(model.parameters(), clip)
     optimizer.step()
     return value.detach()
+
+
+def step_of(
+    model: nn.Module, optimizer: Any = torch.optim.SGD, loss: Any = mean_square, *, lr: float = 0.1, **options: Any
+) -> ab.TrainStep:
+    """A training step whose optimizer has all parameters of the model."""
+    return ab.TrainStep(model, loss, optimizer(model.parameters(), lr=lr), **options)
+
+
+def look_of(model: nn.Module) -> ab.EvalStep:
+    """An evaluation that returns what the model does, as ``out``."""
+    return ab.EvalStep(model, lambda model, batch: {"out": model(batch)})
 
 
 def plain_window(
@@ -79,6 +92,12 @@ def assert_same(model: nn.Module, other: nn.Module) -> None:
     """Two modules have the same numbers, bit for bit, buffers included."""
     for (name, value), expected in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
         assert torch.equal(value, expected), name
+
+
+def assert_near(model: nn.Module, other: nn.Module, tolerance: float = 1e-12) -> None:
+    """Two modules have the same parameters, but for rounding."""
+    for one, expected in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, expected, rtol=0, atol=tolerance)
 
 
 class Tabled(nn.Module):

@@ -29,31 +29,23 @@ def test_the_reference_has_a_page_for_what_exports_names(
     assert "provide" not in (tmp_path / "job.md").read_text()
 
 
-class Complaints:
-    def __init__(self) -> None:
-        self.told: list[str] = []
-
-    def getLogger(self, name: str) -> Complaints:  # of sphinx.util.logging
-        return self
-
-    def warning(self, text: str, *values: object) -> None:
-        self.told.append(text % values)
-
-
-def complaints(conf: dict[str, Any], words: dict[str, set[str]]) -> list[str]:
-    index = SimpleNamespace(lang=SimpleNamespace(stem=str), _mapping=words, _title_mapping={})
-    told = Complaints()
-    conf["check_searches"].__globals__["logging"] = told
-    conf["check_searches"](SimpleNamespace(builder=SimpleNamespace(indexer=index)), None)
-    return told.told
+def complaints(conf: dict[str, Any], check: str, app: SimpleNamespace) -> list[str]:
+    """What a check of the build's warns of."""
+    texts: list[str] = []
+    logger = SimpleNamespace(warning=lambda text, *values: texts.append(text % values))
+    conf[check].__globals__["logging"] = SimpleNamespace(getLogger=lambda name: logger)  # of sphinx.util
+    conf[check](app, None)
+    return texts
 
 
 def test_a_search_that_finds_nothing_is_complained_of(conf: dict[str, Any]) -> None:
     words = {word: {page} for text, page in conf["SEARCHES"].items() for word in text.split()}
-    assert complaints(conf, words) == []
-    assert complaints(conf, words | {"tensorboard": {"faq"}}) == [
-        "searching for 'tensorboard' does not find guides/observe"
-    ]
+    for index, expected in (
+        (words, []),
+        (words | {"tensorboard": {"faq"}}, ["searching for 'tensorboard' does not find guides/observe"]),
+    ):
+        indexer = SimpleNamespace(lang=SimpleNamespace(stem=str), _mapping=index, _title_mapping={})
+        assert complaints(conf, "check_searches", SimpleNamespace(builder=SimpleNamespace(indexer=indexer))) == expected
     assert {"quickstart", "mixed precision", "tensorboard"} <= set(conf["SEARCHES"])
     assert all((DOCS / f"{page}.md").exists() for page in conf["SEARCHES"].values())
 
@@ -74,10 +66,7 @@ def test_a_caption_that_is_empty_or_the_rest_of_the_description_is_complained_of
         f'<figure class="picture"><svg aria-label="{alt}"></svg><figcaption>\n'
         f'<p><span class="caption-text">{caption}</span><a class="headerlink">¶</a></p></figcaption></figure>'
     )
-    told = Complaints()
-    conf["check_figures"].__globals__["logging"] = told
-    conf["check_figures"](SimpleNamespace(outdir=tmp_path), None)
-    assert bool(told.told) == complained
+    assert bool(complaints(conf, "check_figures", SimpleNamespace(outdir=tmp_path))) == complained
 
 
 @pytest.mark.parametrize(

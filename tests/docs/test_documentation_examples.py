@@ -1,4 +1,4 @@
-"""The documentation is correct: its Python runs, and the errors it quotes exist.
+"""The documentation is correct: its Python runs, the errors it quotes exist, its pictures are those of the tables.
 
 ``pages.py`` says how a page runs. Pages under ``docs/with`` need other libraries: ``tests/models`` runs them.
 """
@@ -11,7 +11,9 @@ import inspect
 import json
 import pkgutil
 import re
+import runpy
 import textwrap
+import xml.etree.ElementTree as ET
 from importlib import import_module
 from pathlib import Path
 
@@ -19,7 +21,7 @@ import pytest
 
 import anabranch as ab
 from launched import start_launcher
-from pages import DOCS, blocks, code_of, pages, write_files
+from pages import DOCS, ROOT, blocks, code_of, pages, write_files
 
 PACKAGE = Path(ab.__file__).parent
 PAGES = [page for page in pages() if not page.startswith("with/")]
@@ -55,7 +57,7 @@ def test_all_python_of_the_pages_is_seen() -> None:
 
 def test_code_fits_the_width_of_a_page() -> None:
     """Also of README and CONTRIBUTING; the theme cuts what is wider."""
-    for path in [*DOCS.rglob("*.md"), *DOCS.parent.glob("*.md")]:
+    for path in [*DOCS.rglob("*.md"), *ROOT.glob("*.md")]:
         blocks = re.findall(r"^```(?:python|console|text)\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
         wide = [line for block in blocks for line in block.splitlines() if len(line) > 88]
         assert not wide, (path, wide)
@@ -139,14 +141,14 @@ def test_an_error_that_is_nowhere_in_the_sources_is_seen(quote: str) -> None:
 def test_a_benchmark_named_in_the_documentation_is_there() -> None:
     text = (DOCS / "benchmarks.md").read_text()
     named = set(re.findall(r"benchmarks/(\w+\.py)", text))
-    there = {path.name for path in (DOCS.parent / "benchmarks").glob("*.py")}
+    there = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
     assert len(named) > 3
     assert named <= there
 
 
 def test_tables_of_benchmarks_are_made_of_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those without results stay as they are."""
-    monkeypatch.syspath_prepend(DOCS.parent / "benchmarks")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     summary = import_module("summary")
     text = (DOCS / "benchmarks.md").read_text()
     marked = re.findall(r"^% (?:table|plot) ([\w-]+): .+\n\|", text, re.MULTILINE)
@@ -183,3 +185,57 @@ def test_every_stop_of_the_walks_is_there() -> None:
         names = {node.name for node in nodes}
         names |= {f"{node.name}.{inner.name}" for node in nodes for inner in node.body if isinstance(inner, kinds)}
         assert function in names, (file, function)
+
+
+# The pictures: all used, in the colours of the page, and the plots those of the tables.
+
+PICTURES = sorted((DOCS / "pictures").resolve().glob("*.svg"))
+USED = [
+    (page, *found)
+    for page in pages(fence=".svg)\n")
+    for found in re.findall(r"^!\[(.*)\]\((\S+\.svg)\)\n\n(.*)$", (DOCS / page).read_text(), re.MULTILINE)
+]
+
+
+def test_plots_are_those_of_the_tables() -> None:
+    """After a change of docs/benchmarks.md or of the schedules: `make plots`."""
+    drawn = runpy.run_path(str(ROOT / "tools/draw_plots.py"))["drawn"]()
+    assert len(drawn) > 5
+    for name, text in drawn.items():
+        assert (DOCS / "pictures" / name).read_text() == text, f"{name} is out of date: make plots"
+
+
+def test_a_plot_names_its_commit_and_its_machine() -> None:
+    plots = [path.read_text() for path in PICTURES if path.name.startswith("plot-")]
+    assert plots
+    assert all(re.search(r"Measured with commit [0-9a-f]{8}, two cores", text) for text in plots)
+
+
+def test_every_picture_is_on_a_page_and_every_page_shows_one_that_is_there() -> None:
+    assert set(PICTURES) == {(DOCS / page).parent.joinpath(link).resolve() for page, _, link, _ in USED}
+
+
+@pytest.mark.parametrize("folder", ["tutorials", "concepts"])
+def test_a_tutorial_and_a_concept_have_a_picture(folder: str) -> None:
+    there = {f"{folder}/{path.name}" for path in (DOCS / folder).glob("*.md")}
+    assert len(there) >= 3
+    assert there <= {page for page, _, _, _ in USED}
+
+
+@pytest.mark.parametrize(("page", "alt", "link", "caption"), USED, ids=[f"{page}: {link}" for page, _, link, _ in USED])
+def test_a_picture_has_a_text_description_and_a_caption(page: str, alt: str, link: str, caption: str) -> None:
+    assert re.fullmatch(r"\S.{40,}\.", alt), page
+    assert re.match(r"[A-Z\"`]", caption), page
+
+
+@pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.name)
+def test_a_picture_is_small_and_fits_light_and_dark_pages(path: Path) -> None:
+    root = ET.fromstring(path.read_text())  # our own file
+    left, top, width, _ = map(float, root.attrib["viewBox"].split())
+    assert (left, top) == (0, 0)
+    assert width <= 460  # its words can be read on a telephone
+    colours = {part.get(name) for part in root.iter() for name in ("fill", "stroke")} - {None, "none", "currentColor"}
+    for colour in colours:
+        red, green, blue = (int(str(colour)[i : i + 2], 16) for i in (1, 3, 5))
+        brightness = 0.3 * red + 0.59 * green + 0.11 * blue
+        assert 60 < brightness < 180, (path.name, colour)

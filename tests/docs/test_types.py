@@ -19,12 +19,8 @@ SOURCES = Path(ab.__file__).parents[1]
 
 # A page is one story whose names come again, and prints the .grad that it knows to be there; pages and examples call
 # modules, whose results are Any to PyTorch, and functions of PyTorch without annotations.
-_MYPY_PAGES = [
-    "--check-untyped-defs",
-    "--allow-redefinition-new",
-    "--no-strict-optional",
-    "--disable-error-code=no-redef",
-]
+_MYPY_PAGES = ["--check-untyped-defs", "--allow-redefinition-new", "--no-strict-optional"]
+_MYPY_PAGES += ["--disable-error-code=no-redef"]
 _MYPY_EXAMPLES = ["--strict", "--allow-untyped-calls", "--no-warn-return-any"]
 _NOT_OF_PAGES = (
     "reportIncompatibleMethodOverride",  # torch.autograd.Function's own

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from example_jobs import EXAMPLES
 
 
 @pytest.fixture(autouse=True)

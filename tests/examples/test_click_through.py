@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-from pathlib import Path
+from functools import partial
 
+import example_jobs
 import pytest
-from example_jobs import run_example
+from example_jobs import EXAMPLES, run_example
 
 from anabranch.testing import LocalJob
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = EXAMPLES / "click_through.py"
+run_here = partial(example_jobs.run_here, "click_through")
 SMALL = shlex.split(
     "--steps 6 --batch 64 --lines 1000 --held-out-lines 500 --ids 50 --rows 512 --evaluate-every 3 --engine tape"
 )
-
-
-def run_here(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, object]:
-    import click_through
-
-    assert click_through.main([str(argument) for argument in arguments]) == 0
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
 # The models.
@@ -53,23 +46,6 @@ def test_a_file_of_ones_own_is_trained_on_and_its_end_measured(tmp_path, capsys)
     assert 50 < result["held_out_lines"] < 150
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--data", "no/such/file"], "no/such/file: there is no such file"),
-        (["--held-out", __file__], "--held-out belongs to --data"),
-        (["--model", "tree"], "invalid choice: 'tree'"),
-        (["--pull-bound", "-1"], "a whole number from 0"),
-    ],
-)
-def test_wrong_arguments_are_named(arguments, said, capsys):
-    import click_through
-
-    with pytest.raises(SystemExit) as stopped:
-        click_through.main(arguments)
-    assert said in capsys.readouterr().err + str(stopped.value.code)
-
-
 # A job.
 
 
@@ -77,14 +53,10 @@ def test_wrong_arguments_are_named(arguments, said, capsys):
 def test_two_workers_end_where_one_ends(mode, tmp_path, capsys):
     one = run_here(capsys, *SMALL, "--out", tmp_path / "one")
     cache = ["--comm-mode", "Hybrid", "--cache-rows", "60"] if mode == "cached" else ["--comm-mode", mode]
-    two = (
-        run_example(LocalJob(workers=2, servers=2), SCRIPT, *SMALL, *cache, "--out", tmp_path / "two")
-        .check()
-        .results[0]
-    )
+    job = LocalJob(workers=2, servers=2)
+    two = run_example(job, SCRIPT, *SMALL, *cache, "--out", tmp_path / "two").check().results[0]
     assert two is not None
-    assert two["workers"] == 2
-    assert two["comm_mode"] == "Hybrid"
+    assert (two["workers"], two["comm_mode"]) == (2, "Hybrid")
     assert two["log_loss"] == pytest.approx(one["log_loss"], rel=1e-5)
     assert two["auc"] == pytest.approx(one["auc"], abs=1e-4)
     assert two["bytes_per_step"] > 0

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-from pathlib import Path
+from functools import partial
 
+import example_jobs
 import numpy as np
 import pytest
 import torch
-from example_jobs import run_example
+from example_jobs import EXAMPLES, run_example
 
 import anabranch as ab
 from anabranch.testing import LocalJob
 from covering import slow_except
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = EXAMPLES / "graph_sage.py"
 SMALL = shlex.split("--steps 6 --nodes 600 --batch 32 --double --evaluate-every 3 --engine tape")
 
 
-def run_here(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, object]:
-    import graph_sage
-
-    assert graph_sage.main([str(argument) for argument in arguments]) == 0
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
+run_here = partial(example_jobs.run_here, "graph_sage")
 
 
 @pytest.fixture
@@ -32,12 +27,6 @@ def graph():
     import graph_sage
 
     return graph_sage.stochastic_block_model(800, seed=1)
-
-
-def sampled(graph, seeds, key, **options):
-    import graph_sage
-
-    return graph_sage.sampled(graph, graph_sage.sampler_of(graph, 0), seeds, key, **options)
 
 
 # The graph.
@@ -50,14 +39,15 @@ def test_padding_makes_few_shapes_and_changes_nothing(graph, seeds):
     def run(engine, padded):
         torch.manual_seed(0)
         model = graph_sage.GraphSage(torch.from_numpy(graph.features)).double()
-        batches = [sampled(graph, np.arange(seeds) + key, key, padded=padded) for key in range(6)]
+        sampled = partial(graph_sage.sampled, graph, graph_sage.sampler_of(graph, 0), padded=padded)
+        batches = [sampled(np.arange(seeds) + key, key) for key in range(6)]
         with (
             torch.sparse.check_sparse_tensor_invariants(False),
             ab.Executor(graph_sage.training_step(model), engine=engine) as executor,
         ):
-            found = [executor.run(batch=batch)["loss"] for batch in batches]
+            losses = [executor.run(batch=batch)["loss"] for batch in batches]
         shapes = {tuple(value.shape for value in batch.values()) for batch in batches}
-        return [*found, *model.state_dict().values()], shapes
+        return [*losses, *model.state_dict().values()], shapes
 
     mine, few = run("graph", padded=True)
     plain, many = run("tape", padded=False)
@@ -84,11 +74,3 @@ def test_two_workers_have_the_losses_of_one(tmp_path, capsys):
     assert two is not None
     np.testing.assert_allclose(two["losses"], one["losses"], rtol=1e-10)
     assert two["accuracy"] == one["accuracy"]
-
-
-def test_too_few_nodes_are_named(capsys):
-    import graph_sage
-
-    with pytest.raises(SystemExit):
-        graph_sage.main(["--nodes", "100", "--batch", "90"])
-    assert "--nodes 100 leave fewer than --batch 90 to train on" in capsys.readouterr().err

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from example_jobs import EXAMPLES
 
 from launched import run
 from pages import ROOT, code_of, write_files
 
 WRAPPER = Path(__file__).with_name("killed_once.py")
-EXAMPLES = ROOT / "examples"
 
 
 @dataclass(frozen=True)

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
+from functools import partial
 from pathlib import Path
 
+import example_jobs
 import pytest
 import torch
-from example_jobs import run_example
+from example_jobs import EXAMPLES, run_example
 
 from anabranch.checkpoint import read_newest
 from anabranch.testing import LocalJob
 from launched import run, start_run
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = EXAMPLES / "language_model.py"
 TIMINGS = {"seconds", "steps_per_second", "resumed_from", "missed_seconds", "out"}
 SMALL = ("--steps", "4", "--batch", "4", "--memory-rows", "512")
 WIDTH = 32
+run_here, refused = (partial(one, "language_model") for one in (example_jobs.run_here, example_jobs.refused))
 
 
 @pytest.fixture(autouse=True)
@@ -29,15 +32,6 @@ def _narrow(_importable: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(language_model, "WIDTH", WIDTH)
 
 
-def run_here(capsys: pytest.CaptureFixture[str], *arguments: object, said: str = "") -> dict[str, object]:
-    import language_model
-
-    assert language_model.main([str(argument) for argument in arguments]) == 0
-    printed = capsys.readouterr().out
-    assert said in printed
-    return json.loads(printed.splitlines()[-1])
-
-
 def curve(out: Path) -> dict[str, list[object]]:
     return json.loads((out / "curve.json").read_text())
 
@@ -46,28 +40,16 @@ def without_timings(result: dict[str, object]) -> dict[str, object]:
     return {key: value for key, value in result.items() if key not in TIMINGS}
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    import language_model
-
-    with pytest.raises(SystemExit) as stopped:
-        language_model.main([str(argument) for argument in arguments])
-    assert stopped.value.code != 0
-    return capsys.readouterr().err + str(stopped.value.code)
-
-
 # One process.
 
 
 def test_a_run_ends_with_one_line_of_json_a_checkpoint_and_a_picture(small_text, tmp_path, capsys, drawn):
     out = tmp_path / "out"
     result = run_here(capsys, *SMALL, "--text", small_text, "--out", out, "--seed", 3)
-    assert result["steps"] == 4
-    assert result["seed"] == 3
-    assert result["workers"] == 1
-    assert result["comm_mode"] == "None"
+    facts = {"steps": 4, "seed": 3, "workers": 1, "comm_mode": "None", "held_out_bytes": 600}
+    assert result == {**result, **facts}
     assert 0 < result["lzma_bits_per_byte"] < 8
     assert 0 < result["bits_per_byte"] < 12
-    assert result["held_out_bytes"] == 600
     assert len(curve(out)["losses"]) == 4
     assert curve(out)["losses"][-1] == result["loss"]
     assert (out / "loss.png").stat().st_size > 1000
@@ -164,11 +146,8 @@ def test_two_workers_draw_the_curve_of_one(small_text, tmp_path, capsys):
     assert two["workers"] == 2
     assert job.results[1] is None, "only rank 0 reports"
     assert curve(tmp_path / "two")["losses"] == pytest.approx(curve(tmp_path / "one")["losses"], rel=1e-5)
-    for (step, bits), (same_step, same_bits) in zip(
-        curve(tmp_path / "two")["held_out"], curve(tmp_path / "one")["held_out"], strict=True
-    ):
-        assert step == same_step
-        assert bits == pytest.approx(same_bits, rel=1e-5)
+    held_out = [pytest.approx(point, rel=1e-5) for point in curve(tmp_path / "one")["held_out"]]
+    assert curve(tmp_path / "two")["held_out"] == held_out
     assert two["bits_per_byte"] == pytest.approx(one["bits_per_byte"], rel=1e-5)
 
 
@@ -183,10 +162,8 @@ def test_with_experts_and_servers_all_of_it_is_found_again(small_text, tmp_path)
     assert "2 of 2 experts" in first.logs[0]
     assert again.results[0]["resumed_from"] == 4
     assert without_timings(again.results[0]) == without_timings(first.results[0])
-    for index in range(2):
-        checkpoint = read_newest(tmp_path / "out" / "experts" / f"feed_forward.{index}")
-        assert checkpoint is not None
-        assert checkpoint.step == 4, "both experts answer every row: one update a step"
+    saved = [read_newest(tmp_path / "out" / "experts" / f"feed_forward.{index}") for index in range(2)]
+    assert [one and one.step for one in saved] == [4, 4], "both experts answer every row: one update a step"
 
 
 @pytest.mark.slow
@@ -228,9 +205,8 @@ sys.exit(language_model.main())
 
 def test_ctrl_c_of_a_job_ends_it_with_130_and_no_traceback(small_text, tmp_path):
     command = ["--workers", 2, SCRIPT, "--steps", 100000, "--evaluate-every", 1, "--memory-rows", 64]
-    with start_run(
-        *command, "--text", small_text, "--out", tmp_path / "o", "--engine", "tape", patient=True
-    ) as process:
+    command += ["--text", small_text, "--out", tmp_path / "o", "--engine", "tape"]
+    with start_run(*command, patient=True) as process:
         for line in process.stdout:
             if line.startswith("step 2/"):
                 break
@@ -313,20 +289,29 @@ def test_a_byte_is_predicted_from_those_before_it_only():
     assert not same[25:].any()
 
 
+LANGUAGE_MODEL, CLICK_THROUGH, GRAPH_SAGE = "language_model", "click_through", "graph_sage"
+
+
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("example", "arguments", "said"),
     [
-        (["--steps", "0"], "a whole number of at least 1, not '0'"),
-        (["--batch", "many"], "a whole number of at least 1, not 'many'"),
-        (["--seed", "-1"], "a whole number from 0"),
-        (["--comm-mode", "Gossip"], "one of None, AllReduce, PS, Hybrid, auto, not 'Gossip'"),
-        (["--text", "no/such/place"], "no/such/place: there is no such file"),
-        (["--resume", "--fresh"], "not allowed with"),
-        (["--stepz", "3"], "unrecognized arguments: --stepz"),
+        (LANGUAGE_MODEL, "--steps 0", "a whole number of at least 1, not '0'"),
+        (LANGUAGE_MODEL, "--batch many", "a whole number of at least 1, not 'many'"),
+        (LANGUAGE_MODEL, "--seed -1", "a whole number from 0"),
+        (LANGUAGE_MODEL, "--comm-mode Gossip", "one of None, AllReduce, PS, Hybrid, auto, not 'Gossip'"),
+        (LANGUAGE_MODEL, "--text no/such/place", "no/such/place: there is no such file"),
+        (LANGUAGE_MODEL, "--resume --fresh", "not allowed with"),
+        (LANGUAGE_MODEL, "--stepz 3", "unrecognized arguments: --stepz"),
+        (CLICK_THROUGH, "--data no/such/file", "no/such/file: there is no such file"),
+        (CLICK_THROUGH, f"--held-out {shlex.quote(__file__)}", "--held-out belongs to --data"),
+        (CLICK_THROUGH, "--model tree", "invalid choice: 'tree'"),
+        (CLICK_THROUGH, "--pull-bound -1", "a whole number from 0"),
+        (GRAPH_SAGE, "--nodes 100 --batch 90", "--nodes 100 leave fewer than --batch 90 to train on"),
     ],
 )
-def test_wrong_arguments_are_named(arguments, said, small_text, capsys):
-    assert said in refused(capsys, *([] if "--text" in arguments else ["--text", small_text]), *arguments)
+def test_wrong_arguments_are_named(example, arguments, said, small_text, capsys):
+    own = ["--text", small_text] if example == LANGUAGE_MODEL and "--text" not in arguments else []
+    assert said in example_jobs.refused(example, capsys, *own, *shlex.split(arguments))
 
 
 # The table of `make demo-compare`.

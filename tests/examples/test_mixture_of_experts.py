@@ -10,9 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "mixture_of_experts.py"
-
+from example_jobs import EXAMPLES
 
 RUN = [sys.executable, "-m", "anabranch.cli", "run", "--experts", "4", "--workers", "2"]
 
@@ -22,7 +20,7 @@ RUN = [sys.executable, "-m", "anabranch.cli", "run", "--experts", "4", "--worker
 def test_a_killed_server_restarts_and_the_accuracy_is_that_of_the_undisturbed_run(
     launcher: list[str], tmp_path: Path
 ) -> None:
-    arguments = [*launcher, str(EXAMPLE), "--steps", "60", "--out", str(tmp_path)]
+    arguments = [*launcher, str(EXAMPLES / "mixture_of_experts.py"), "--steps", "60", "--out", str(tmp_path)]
     # A short path, for sockets.
     with tempfile.TemporaryDirectory() as temporary:
         environment = {**os.environ, "TMPDIR": temporary}
@@ -50,17 +48,13 @@ def test_a_killed_server_restarts_and_the_accuracy_is_that_of_the_undisturbed_ru
     ],
 )
 def test_a_job_of_another_shape_is_refused(
-    environment: dict[str, str],
-    says: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    environment: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import mixture_of_experts
 
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "argv", ["mixture_of_experts.py", "--out", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["mixture_of_experts.py"])
     with pytest.raises(SystemExit) as caught:
         mixture_of_experts.main()
     assert caught.value.code == 2

@@ -6,11 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
+from example_jobs import EXAMPLES as ALL
 
 from anabranch.testing import LocalJob
 from covering import slow_except
 
-FOLDER = Path(__file__).parents[2] / "examples/short"
+FOLDER = ALL / "short"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
 JOBS = {
     "experts": {"experts": 2}, "graph": {}, "own_loop": {"workers": 2}, "stages": {"workers": 2},

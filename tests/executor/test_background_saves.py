@@ -1,4 +1,4 @@
-"""``save(wait=False)``: a copy is written while training continues; copies are few, and no failure is lost."""
+"""A state that leaves while training continues: ``save(wait=False)``, and what a newcomer takes from a member."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch import checkpoint
+from anabranch.collectives import Workers
 from anabranch.deadline import Deadline
+from anabranch.errors import BoundaryError
+from anabranch.executor import exchange
+from anabranch.executor.exchange import send_state
 from anabranch.executor.saving import background_saves
 from programs import Programs
-from toys import in_job
+from toys import in_job, step_of
 from waiting import wait_until
 
-BATCH = (torch.arange(8.0).reshape(4, 2), torch.ones(4, 1))
+BATCH = torch.arange(8.0).reshape(4, 2)
 
 
-class Held:
+class Gate:
     """Writes of checkpoints that begin when they are let go, and may be made to fail."""
 
     def __init__(self, write: object) -> None:
@@ -43,31 +47,24 @@ class Held:
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
-    found = Held(checkpoint.write)
-    monkeypatch.setattr(checkpoint, "write", found)
-    yield found
-    found.go.set()
-
-
-def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return nn.functional.mse_loss(model(batch[0]), batch[1])
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    made = Gate(checkpoint.write)
+    monkeypatch.setattr(checkpoint, "write", made)
+    yield made
+    made.go.set()
 
 
 def executor(**options: object) -> ab.Executor:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.3), nn.Linear(3, 1))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    step = ab.TrainStep(model, loss, optimizer, scheduler=scheduler)
-    return ab.Executor({"train": step}, **options)  # type: ignore[arg-type]
+    return ab.Executor(step_of(model, torch.optim.Adam), **options)  # type: ignore[arg-type]
 
 
 def run(target: ab.Executor, times: int = 1) -> list[float]:
-    return [target.run("train", BATCH)["loss"].item() for _ in range(times)]
+    return [target.run(batch=BATCH)["loss"].item() for _ in range(times)]
 
 
-def test_a_save_holds_the_state_at_its_call_while_training_continues(held: Held, tmp_path: Path) -> None:
+def test_a_save_holds_the_state_at_its_call_while_training_continues(gate: Gate, tmp_path: Path) -> None:
     with executor() as first:
         run(first, 3)
         told = []
@@ -76,7 +73,7 @@ def test_a_save_holds_the_state_at_its_call_while_training_continues(held: Held,
         after = run(first, 4)
         assert not list(tmp_path.glob("manifest*"))
         assert told == []
-        held.go.set()
+        gate.go.set()
         first.finish_saves()
         assert told == [(3, tmp_path)]
     with executor() as second:
@@ -85,37 +82,36 @@ def test_a_save_holds_the_state_at_its_call_while_training_continues(held: Held,
         assert run(second, 4) == after
 
 
-def test_one_is_written_at_a_time(held: Held, tmp_path: Path) -> None:
+def test_one_is_written_at_a_time(gate: Gate, tmp_path: Path) -> None:
     with executor(timeout=0.5) as target:
         target.save(tmp_path, wait=False)
-        wait_until(lambda: held.begun)
+        wait_until(lambda: gate.begun)
         with pytest.raises(ab.DeadlineExceeded, match="save in the background"):
             target.save(tmp_path, wait=False)
-        assert held.begun == 1
-        held.go.set()
-        wait_until(lambda: held.ended == 1)
+        assert gate.begun == 1
+        gate.go.set()
+        wait_until(lambda: gate.ended == 1)
         target.save(tmp_path, wait=False)
-        wait_until(lambda: held.ended == 2)  # closing has half a second too
+        wait_until(lambda: gate.ended == 2)  # closing has half a second too
     assert checkpoint.read(tmp_path).generation == 2
 
 
 @pytest.mark.parametrize("call", ["save later", "finish_saves", "load", "close"])
-def test_a_failure_is_raised_by_the_next_call_once(call: str, held: Held, tmp_path: Path) -> None:
-    held.failure = OSError("the disk is full")
-    held.go.set()
+def test_a_failure_is_raised_by_the_next_call_once(call: str, gate: Gate, tmp_path: Path) -> None:
+    gate.failure = OSError("the disk is full")
+    gate.go.set()
     target = executor()
     target.save(tmp_path / "first", wait=False)
     wait_until(lambda: target._saver.saving._written.done())  # type: ignore[union-attr]
-    held.failure = None
+    gate.failure = None
     calls = {
         "save later": lambda: (target.save(tmp_path / "second", wait=False), target.finish_saves()),
         "finish_saves": target.finish_saves,
         "load": lambda: target.load(tmp_path),
         "close": target.close,
     }
-    with pytest.raises(
-        ab.CheckpointError, match=r"first of step 0 could not be saved in the background: OSError: the disk"
-    ):
+    words = "first of step 0 could not be saved in the background: OSError: the disk"
+    with pytest.raises(ab.CheckpointError, match=words):
         calls[call]()
     if call.startswith("save"):  # which is made all the same
         target.finish_saves()
@@ -124,22 +120,22 @@ def test_a_failure_is_raised_by_the_next_call_once(call: str, held: Held, tmp_pa
 
 
 def test_a_failure_after_a_failed_run_goes_to_the_logger(
-    held: Held, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    gate: Gate, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    held.failure = OSError("the disk is full")
-    held.go.set()
+    gate.failure = OSError("the disk is full")
+    gate.go.set()
     with pytest.raises(KeyError), executor() as target:  # noqa: PT012
         target.save(tmp_path, wait=False)
         raise KeyError
     assert "a checkpoint could not be saved in the background: OSError: the disk is full" in caplog.text
 
 
-def test_closing_waits_no_longer_than_its_timeout(held: Held, tmp_path: Path) -> None:
+def test_closing_waits_no_longer_than_its_timeout(gate: Gate, tmp_path: Path) -> None:
     target = executor(timeout=0.2)
     target.save(tmp_path, wait=False)
     with pytest.raises(ab.DeadlineExceeded, match="save in the background"):
         target.close()
-    held.go.set()
+    gate.go.set()
 
 
 def saving_with_a_failure(folder: str) -> list[Any]:
@@ -203,3 +199,61 @@ def test_a_script_that_ends_without_closing_its_executor(tmp_path: Path, program
     done = programs.run(ENDS, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert checkpoint.read(tmp_path).step == 1
+
+
+# The state that a newcomer takes from a member goes in pieces, which are checked.
+
+PIECE = 64
+
+
+class Line:
+    """What rank 0 has broadcast, for the others to take."""
+
+    broadcast_bytes = Workers.broadcast_bytes
+    device = torch.device("cpu")
+
+    def __init__(self, rank: int, sent: list[Tensor]) -> None:
+        self.rank, self._sent, self._next = rank, sent, iter(sent)
+
+    def broadcast(self, tensors: list[Tensor], *, source: int, operation: str) -> None:
+        for tensor in tensors:
+            if self.rank == source:
+                self._sent.append(tensor.clone())
+            else:
+                tensor.copy_(next(self._next))
+
+
+def state() -> dict[str, Any]:
+    torch.manual_seed(0)
+    adam = {"step": torch.tensor(3.0), "moments": torch.randn(7, 5).T, "none": torch.zeros(0, 4)}
+    others = [torch.tensor([True, False]), torch.randn(3, dtype=torch.complex128), torch.randn(9).bfloat16()]
+    return {"w": nn.Parameter(torch.randn(50)), "adam": {("a", 1): adam}, "others": others, "lr": 0.1}
+
+
+def sent(one: object) -> list[Tensor]:
+    messages: list[Tensor] = []
+    workers: Any = Line(0, messages)
+    send_state(workers, one, 0, takes=False)
+    return messages
+
+
+def taken(messages: list[Tensor], *, takes: bool) -> Any:
+    workers: Any = Line(1, messages)
+    return send_state(workers, None, 0, takes=takes)
+
+
+def test_a_state_arrives_as_it_is_in_pieces_and_a_flipped_bit_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "_PIECE_BYTES", PIECE)
+    there = state()
+    messages = sent(there)
+    here = taken(messages, takes=True)
+    torch.testing.assert_close(here, there, rtol=0.0, atol=0.0)
+    pieces = [message.nbytes for message in messages[2:-2]]  # between the head and the digest, with their lengths
+    tensors = [there["w"], *there["adam"]["a", 1].values(), *there["others"]]
+    assert max(pieces) <= PIECE
+    assert sum(pieces) == sum(tensor.nbytes for tensor in tensors)
+    assert taken(messages, takes=False) is None
+    assert taken(sent({"lr": 0.1}), takes=True) == {"lr": 0.1}  # without tensors
+    for number in range(2, len(messages) - 2):
+        with pytest.raises(BoundaryError, match="arrived otherwise than it was sent"):
+            taken([one ^ 1 if at == number else one for at, one in enumerate(messages)], takes=True)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import anabranch as ab
 from anabranch.liveness import meeting
-from toys import Kept, in_job, messages_of
+from toys import Kept, in_job, messages_of, step_of
 from waiting import wait_until
 
 DATA = torch.arange(22.0).view(11, 2)
@@ -31,20 +31,14 @@ def outputs(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
 def program(loader: Any = None, look: Any = outputs, **options: Any) -> ab.Executor:
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
-    train = ab.TrainStep(model, lambda m, b: m(b).square().mean(), torch.optim.SGD(model.parameters(), lr=0.001))
-    loaders = {} if loader is None else {"train": loader, "look": loader}
-    return ab.Executor({"train": train, "look": ab.EvalStep(model, look)}, dataloaders=loaders, **options)
+    steps = {"train": step_of(model, lr=0.001), "look": ab.EvalStep(model, look)}
+    return ab.Executor(steps, dataloaders={} if loader is None else dict.fromkeys(steps, loader), **options)
 
 
-@pytest.mark.parametrize(
-    "loader",
-    [
-        list(DATA.split(4)),
-        DataLoader(DATA, 4),  # type: ignore[arg-type]
-        ab.loaders.GlobalBatches(DATA, 4, shuffle=False),
-    ],
-    ids=["list", "DataLoader", "GlobalBatches"],
-)
+LOADERS = [list(DATA.split(4)), DataLoader(DATA, 4), ab.loaders.GlobalBatches(DATA, 4, shuffle=False)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("loader", LOADERS, ids=lambda loader: type(loader).__name__)
 @pytest.mark.parametrize("bound", [False, True])
 def test_a_whole_loader_is_joined_and_its_position_stays(loader: Any, bound: bool) -> None:
     with program(loader if bound else None) as executor:
@@ -56,11 +50,9 @@ def test_a_whole_loader_is_joined_and_its_position_stays(loader: Any, bound: boo
             assert results["sum"].tolist() == DATA.sum(1).tolist()
             assert results["mean"].dtype == torch.float64
             assert results["mean"].item() == pytest.approx(DATA.double().mean().item(), rel=1e-12)
-        if bound:
+        for epoch in (0, 1) if bound else ():
             executor.run("train")
-            assert executor.epoch == 0
-            executor.run("train")
-            assert executor.epoch == 1
+            assert executor.epoch == epoch
 
 
 def test_an_evaluation_does_not_move_the_position_of_another_step() -> None:
@@ -157,11 +149,10 @@ def test_plain_values_are_saved_and_dicts_and_lists_are_filled_in_place(tmp_path
     with program(state={"best": None, "history": history, "average": average, "losses": losses}) as executor:
         executor.load(tmp_path)
         assert executor.state["best"] == 0.5
-        assert executor.state["history"] is history
-        assert executor.state["losses"] is losses
+        for name, value in {"history": history, "losses": losses, "average": average}.items():
+            assert executor.state[name] is value
         assert losses == [0.5, 0.25]
         assert (history["seen"], history["more"].tolist()) == ([1, 2], [1.0, 1.0])
-        assert executor.state["average"] is average
     with pytest.raises(ValueError, match="objects.best.value is a builtins.object"):
         program(state={"best": object()})
 
@@ -190,10 +181,8 @@ def without_a_mode(shared: bool) -> dict[str, Any]:
     torch.manual_seed(rank)
     model = nn.Linear(2, 1).double()
     model.register_buffer("rank", torch.tensor(float(rank)))
-    steps = {
-        "train": ab.TrainStep(model, lambda m, b: m(b).square().mean(), torch.optim.SGD(model.parameters(), lr=1e-3)),
-        "look": ab.EvalStep(model, lambda m, b: {**outputs(m, b), "buffer": m.rank.clone()}),
-    }
+    look = ab.EvalStep(model, lambda m, b: {**outputs(m, b), "buffer": m.rank.clone()})
+    steps = {"train": step_of(model, lr=1e-3), "look": look}
     with warnings.catch_warnings(record=True) as said, ab.Executor(steps, dataloaders={"train": loader}) as executor:  # type: ignore[dict-item]
         warnings.simplefilter("always")
         while executor.epoch < 2:
@@ -293,12 +282,11 @@ class Norms(nn.Module):
 def losses_of(folder: Path, mode: Mode, comm_mode: str | None, **options: object) -> list[float]:
     """Losses of a training in whose pauses is evaluated, saved and loaded, in ``mode``."""
     model = Norms()
-    adagrad = torch.optim.Adagrad(model.parameters(), lr=0.1)
-    train = ab.TrainStep(model, lambda model, batch: F.mse_loss(model(batch[0]), batch[1]), adagrad)
+    train = step_of(model, torch.optim.Adagrad, lambda model, batch: F.mse_loss(model(batch[0]), batch[1]))
     evaluate = ab.EvalStep(model, lambda model, batch: {"y": model(batch[0])})
     losses = []
     with mode():
-        executor = ab.Executor({"train": train, "eval": evaluate}, comm_mode, engine="tape", **options)
+        executor = ab.Executor({"train": train, "eval": evaluate}, comm_mode, **options)
     with executor:
         for number in range(6):
             with mode():

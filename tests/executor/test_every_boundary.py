@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch.autodiff.moved_parameter import parameters_here
-from toys import in_job
+from toys import in_job, plain_window, step_of
 
 # One job across every boundary. The experts are synchronous: one gathers the gradients of all rows of a step, whichever
 # microbatch and pipeline they come from, and then steps once. A pipeline's loss is a mean over its own rows, so the sum
@@ -114,13 +114,8 @@ def plain(directory: object) -> dict[str, object]:
     model = new_model(directory)
     optimizers, losses = optimizers_of(model), []
     for step in range(STEPS):
-        ids, target = batch_of(step)
-        model.zero_grad()
-        loss = F.mse_loss(model(ids), target)
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        losses.append(loss.item())
+        loss = lambda model, batch: F.mse_loss(model(batch[0]), batch[1])  # noqa: E731
+        losses += plain_window(model, loss, [batch_of(step)], lambda batch: ROWS, then=optimizers)
     with torch.no_grad():
         output = model.eval()(batch_of(STEPS)[0])
     values = {name: value.flatten().tolist() for name, value in parameters_here(model).items()}
@@ -201,7 +196,7 @@ class Looks(nn.Module):
 
 def test_a_table_of_a_traced_model_is_refused_with_the_cure():
     with ab.Pipe(ab.pipeline.split(Looks(), at=["second"]), [1, 1], chunks=3) as traced:
-        step = ab.TrainStep(traced, F.mse_loss, torch.optim.Adam(traced.parameters(), lr=0.01))
+        step = step_of(traced, torch.optim.Adam, F.mse_loss)
         with pytest.raises(ValueError, match=r"table.weight is a table of a model that split"):
             ab.Executor(step, "Hybrid")
         with ab.Executor(step, "PS", use_sparse_pull=False) as executor:
@@ -240,7 +235,7 @@ def test_a_stage_that_runs_again_sees_the_rows_that_it_saw():
     meddle = Meddle()
     before = table.weight.detach().clone()
     pipe = ab.Pipe(nn.Sequential(table, Square(), meddle), [2, 1], checkpoint="always")
-    step = ab.TrainStep(pipe, lambda y, t: y.sum(), torch.optim.SGD(pipe.parameters(), lr=0.5), reduction="sum")
+    step = step_of(pipe, loss=lambda y, t: y.sum(), lr=0.5, reduction="sum")
     with ab.Executor(step, "Hybrid", consistency="asp") as executor, pipe:
         meddle.executor = executor
         ids = torch.arange(8)[:, None]
@@ -252,8 +247,7 @@ def test_a_stage_that_runs_again_sees_the_rows_that_it_saw():
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 def test_each_microbatch_reads_its_rows_once_and_a_step_pushes_once(checkpoint: str):
     pipe = ab.Pipe(nn.Sequential(nn.Embedding(8, 2, sparse=True), Square()), [1, 1], chunks=3, checkpoint=checkpoint)
-    step = ab.TrainStep(pipe, F.mse_loss, torch.optim.SGD(pipe.parameters(), lr=0.1))
-    with ab.Executor(step, "Hybrid") as executor, pipe:
+    with ab.Executor(step_of(pipe, loss=F.mse_loss), "Hybrid") as executor, pipe:
         for _ in range(2):
             executor.run(batch=(torch.arange(6)[:, None].expand(6, 2) % 5, torch.zeros(6, 2)))
         table = executor.statistics().tables["0.weight"]
@@ -264,8 +258,7 @@ def test_lookups_of_two_stages_take_turns(monkeypatch: pytest.MonkeyPatch):
     """A cache and the messages on their way are one state, which two threads would tear."""
     layers = [nn.Embedding(8, 2, sparse=True), Again(), nn.Linear(2, 1)]
     pipe = ab.Pipe(nn.Sequential(*layers), [1, 2], chunks=4, checkpoint="never")
-    step = ab.TrainStep(pipe, F.mse_loss, torch.optim.SGD(pipe.parameters(), lr=0.1))
-    with ab.Executor(step, "Hybrid", cache=ab.Cache(capacity=2)) as executor, pipe:
+    with ab.Executor(step_of(pipe, loss=F.mse_loss), "Hybrid", cache=ab.Cache(capacity=2)) as executor, pipe:
         remote = executor._remote
         assert remote is not None
         pull, inside, together = remote.client.pull_many, 0, 0

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import anabranch as ab
-from toys import in_job
+from toys import in_job, look_of
 
 ROWS, WIDTH = 7, 3
 BATCHES = [torch.tensor(ids) for ids in ([[1, 3], [3, 0], [5, 3]], [[6, 1], [2, 2], [1, 1]], [[3, 6], [5, 1], [0, 2]])]
@@ -110,9 +110,8 @@ class Life:
     def open(self, mode: str, **options: Any) -> None:
         if not self.plain:
             options |= self.worker.options if self.worker is not None else {}
-            evaluate = ab.EvalStep(self.model, lambda model, ids: {"y": model(ids)})
             train = ab.TrainStep(self.model, self.loss, self.optimizer)
-            self.executor = ab.Executor({"train": train, "evaluate": evaluate}, **MODES[mode], **options)
+            self.executor = ab.Executor({"train": train, "evaluate": look_of(self.model)}, **MODES[mode], **options)
 
     def leave(self, error: BaseException | None = None) -> None:
         if self.executor is not None:
@@ -130,7 +129,7 @@ class Life:
 
     def evaluate(self) -> Tensor:
         if self.executor is not None:
-            return self.executor.run("evaluate", UNSEEN)["y"]
+            return self.executor.run("evaluate", UNSEEN)["out"]
         training = self.model.training
         with torch.no_grad():
             value = self.model.eval()(UNSEEN)
@@ -153,15 +152,10 @@ def without_gradients(life: Life) -> Tensor:
         return life.model(UNSEEN)
 
 
-def of_copy(life: Life) -> Tensor:
-    return copy.deepcopy(life.model)(UNSEEN).detach()
-
-
 def of_file(life: Life) -> Tensor:
     file = io.BytesIO()
     torch.save(life.model.state_dict(), file)
-    file.seek(0)
-    return sum_of(torch.load(file).values())
+    return sum_of(torch.load(io.BytesIO(file.getvalue())).values())
 
 
 def sum_of(tensors: Any) -> Tensor:
@@ -180,7 +174,7 @@ READS: dict[str, Callable[[Life], Any]] = {
     "state_dict()": lambda life: sum_of(life.model.state_dict().values()),
     "torch.save": of_file,
     "kept": lambda life: life.kept.norm().detach(),
-    "deepcopy": of_copy,
+    "deepcopy": lambda life: copy.deepcopy(life.model)(UNSEEN).detach(),
     "shape": lambda life: torch.tensor(life.model.weight.shape),
     "requires_grad": lambda life: torch.tensor(life.model.weight.requires_grad),
 }
@@ -194,16 +188,13 @@ def reads_of(kind: str) -> dict[str, Callable[[Life], Any]]:
 
 
 def assign(life: Life) -> None:
-    new = nn.Parameter(torch.full_like(torch.empty(life.model.weight.shape), 2.0).double())
-    if life.kind == "dense":
-        life.model.top.weight = new
-    else:
-        life.model.table.weight = new
+    new = nn.Parameter(torch.full(tuple(life.model.weight.shape), 2.0).double())
+    (life.model.top if life.kind == "dense" else life.model.table).weight = new
 
 
+@torch.no_grad()
 def write(life: Life) -> None:
-    with torch.no_grad():
-        life.model.weight.add_(1)
+    life.model.weight.add_(1)
 
 
 def set_data(life: Life) -> None:
@@ -288,13 +279,14 @@ def refuses(error: BaseException, kind: str, what: str) -> bool:
 
 def same(plain: Any, ours: Any, what: str, worker: Worker | None = None) -> None:
     """Raise ``AssertionError`` unless both are equal; of two workers, up to the order of sums."""
-    ours, plain = torch.as_tensor(ours), torch.as_tensor(plain)
-    equal = torch.equal(ours, plain) if worker is None else near(ours, plain)
-    assert equal, f"{what}: {ours}, in the plain loop {plain}"
-
-
-def near(ours: Tensor, plain: Tensor) -> bool:
-    return ours.shape == plain.shape and torch.allclose(ours.double(), plain.double(), rtol=1e-12, atol=1e-12)
+    tolerance = 0.0 if worker is None else 1e-12
+    torch.testing.assert_close(
+        torch.as_tensor(ours).double(),
+        torch.as_tensor(plain).double(),
+        rtol=tolerance,
+        atol=tolerance,
+        msg=lambda text: f"{what}: {text}",
+    )
 
 
 @contextmanager
@@ -434,11 +426,6 @@ def changes(kind: str, mode: str) -> Iterator[Case]:
             yield f"{what} by ranks {ranks}, {moment}", what, case
 
 
-def refused(error: BaseException, kind: str, what: str) -> bool:
-    """True if the error names what is refused, or the other worker, which has seen it and left."""
-    return refuses(error, kind, what) or (isinstance(error, ab.PeerLost) and "peer rank" in str(error))
-
-
 def work(mode: str) -> dict[str, str]:
     """Go through the reads and every eighth change, others with each mode and kind; return what went wrong."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=100))
@@ -454,7 +441,9 @@ def work(mode: str) -> dict[str, str]:
             try:
                 case(Worker(rank, options))
             except BaseException as error:  # noqa: BLE001 - told to the other worker
-                outcome, fine = f"{type(error).__name__}: {error}", what != "" and refused(error, kind, what)
+                outcome = f"{type(error).__name__}: {error}"
+                left = isinstance(error, ab.PeerLost) and "peer rank" in outcome  # the other has seen it
+                fine = what != "" and (left or refuses(error, kind, what))
                 print("".join(traceback.format_exception(error)), flush=True)
             close_tables()
             both: list[Any] = [None, None]

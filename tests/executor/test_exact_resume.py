@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 import anabranch as ab
-from toys import in_job
+from toys import assert_same, in_job
 
 MakeOptimizer = Callable[[Any], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
@@ -41,23 +42,21 @@ class Program:
         self, make: MakeOptimizer, schedule: MakeScheduler | None = None, dtype: torch.dtype = torch.float32
     ) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
+        layers = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 3)
+        self.model = nn.Sequential(*layers).to(dtype)
         parameters = [*self.model.parameters()]
         if make is torch.optim.Muon:
             parameters = [parameter for parameter in parameters if parameter.ndim == 2]
         self.optimizer = make(parameters)
-        step = ab.TrainStep(
-            self.model, loss, self.optimizer, scheduler=None if schedule is None else schedule(self.optimizer)
-        )
-        self.executor = ab.Executor(step, engine="tape")
+        scheduler = None if schedule is None else schedule(self.optimizer)
+        self.executor = ab.Executor(ab.TrainStep(self.model, loss, self.optimizer, scheduler=scheduler), engine="tape")
 
     def run(self, steps: range) -> list[float]:
         return [self.executor.run(batch=batch_of(step))["loss"].item() for step in steps]
 
     def types(self) -> list[list[object]]:
-        return [
-            [_type_of(value) for value in state.values()] for state in self.optimizer.state_dict()["state"].values()
-        ]
+        states = self.optimizer.state_dict()["state"].values()
+        return [[_type_of(value) for value in state.values()] for state in states]
 
 
 def _type_of(value: object) -> object:
@@ -71,12 +70,14 @@ def assert_resumes(path: Path, *arguments: Any) -> Program:
         first.run(range(3))
         first.executor.save(path)
         expected = first.run(range(3, 7))
+    (file,) = path.glob("model*.safetensors")
+    assert safetensors.torch.load_file(file).keys() == first.model.state_dict().keys()  # the model's own names
     second = Program(*arguments)
     with second.executor:
+        torch.manual_seed(1234)  # the generators come from the checkpoint, too
         second.executor.load(path)
         assert second.run(range(3, 7)) == expected, arguments
-    for name, value in first.model.state_dict().items():
-        assert torch.equal(value, second.model.state_dict()[name]), (arguments, name)
+    assert_same(second.model, first.model)
     assert first.types() == second.types(), arguments
     return second
 
@@ -105,13 +106,13 @@ class MasterWeights(Optimizer):
 
 
 def every_optimizer() -> list[MakeOptimizer]:
-    """All of this PyTorch, but for those that train other parameters, or with a closure."""
+    """All of this PyTorch and ours, but for those that train other parameters, or with a closure."""
     classes = [value for value in vars(torch.optim).values() if inspect.isclass(value) and issubclass(value, Optimizer)]
     unlike = {Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam}
-    return [MasterWeights, *sorted(set(classes) - unlike, key=lambda one: one.__name__)]
+    return [MasterWeights, ab.RowWiseAdagrad, ab.FTRL, *sorted(set(classes) - unlike, key=lambda one: one.__name__)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 def test_every_optimizer_of_torch_keeps_the_types_of_its_state(tmp_path: Path, dtype: torch.dtype) -> None:
     assert len(every_optimizer()) > 12
     for number, make in enumerate(every_optimizer()):
@@ -307,9 +308,7 @@ def with_own_buffers(path: str) -> list[Any]:
     return seen
 
 
-def test_every_worker_goes_on_with_its_own_buffers_and_another_number_begins_with_those_of_rank_0(
-    tmp_path: Path,
-) -> None:
+def test_workers_go_on_with_their_own_buffers_and_another_number_of_them_with_rank_0s(tmp_path: Path) -> None:
     results = in_job(with_own_buffers, 2, str(tmp_path))
     for rank, (_, ended, loaded, resumed) in enumerate(results):
         assert loaded[1] == [float(rank), float(1 - rank)]

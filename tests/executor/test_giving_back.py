@@ -18,7 +18,7 @@ import anabranch as ab
 from anabranch.autodiff.moved_parameter import MovedParameter
 from plain_loop import mean_square
 from programs import Programs
-from toys import job_servers, plain_step
+from toys import job_servers, look_of, plain_step, step_of
 
 ROWS = 9
 IDS = torch.tensor([0, 3, 3, 8])
@@ -106,9 +106,7 @@ def raised_in_backward(executor: ab.Executor) -> None:
         handle.remove()
 
 
-WAYS: dict[Callable[[ab.Executor], None], type[BaseException]] = {
-    fail: KeyError, interrupt: KeyboardInterrupt, raised_in_backward: ZeroDivisionError,
-}  # fmt: skip
+WAYS = {fail: KeyError, interrupt: KeyboardInterrupt, raised_in_backward: ZeroDivisionError}
 
 
 @pytest.mark.parametrize(("mode", "cache"), [("Hybrid", None), ("PS", ab.Cache(capacity=5))], ids=str)
@@ -159,9 +157,7 @@ def test_tables_on_a_job_s_servers_are_read_back_too(
             assert_plain(model, optimizer, steps)
 
 
-def test_where_the_servers_are_gone_the_placeholder_says_so_and_the_user_s_error_stays(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_servers_are_gone_the_placeholder_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     asked: list[object] = []
     with ExitStack() as servers:
@@ -181,9 +177,7 @@ def test_where_the_servers_are_gone_the_placeholder_says_so_and_the_user_s_error
     assert any("as the Executor was closed: " in note for note in error.__notes__)
     for table in (model.item.weight, model.bags.weight):
         assert isinstance(table, MovedParameter)
-        with pytest.raises(
-            ValueError, match=r"weight was on servers that could not be read when its Executor was closed"
-        ):
+        with pytest.raises(ValueError, match=r"on servers that could not be read when its Executor was closed"):
             table.sum()
     with pytest.raises(ValueError, match=r"item\.weight was on servers"):
         model.item(IDS)
@@ -296,39 +290,8 @@ def test_a_remote_embedding_keeps_its_rows_after_its_executor(
             one.table.close()
 
 
-LOADED = """
-import pickle, sys
-import torch
-import anabranch as ab
-
-with open(sys.argv[1], "rb") as file:
-    table = pickle.load(file)
-model = torch.nn.Sequential(table, torch.nn.Linear(4, 1))
-step = ab.TrainStep(model, lambda m, ids: m(ids).square().mean(), torch.optim.SGD(model[1].parameters(), lr=0.1))
-try:
-    ab.Executor(step, "Hybrid").run(batch=torch.tensor([[1], [2]]))
-except ValueError as error:
-    print(error)
-"""
-
-
-def test_a_module_pickled_within_its_executor_says_elsewhere_that_its_rows_are_not_with_it(
-    programs: Programs, tmp_path: Any
-) -> None:
-    model, path = Users(), tmp_path / "table"
-    with executor_of(model, adam(model), "Hybrid") as executor:
-        executor.run(batch=SMALL)
-        path.write_bytes(pickle.dumps(model.table))
-    here = pickle.loads(path.read_bytes())
-    assert torch.equal(here(SMALL[:, None]), model.table(SMALL[:, None]))
-    done = programs.run(LOADED, path)
-    assert "the rows of RemoteEmbedding places were in the memory of the process" in done.stdout, done.stderr
-    for one in (here, model.table):
-        one.close()
-
-
 @pytest.mark.parametrize("pickled", [False, True])
-def test_rows_trained_without_servers_are_not_replaced_in_silence_by_a_new_table_of_servers(
+def test_rows_trained_without_servers_are_not_replaced_in_silence(
     pickled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Users()
@@ -369,41 +332,6 @@ def test_modules_of_one_name_have_one_table_also_in_another_model_of_the_executo
         executor_of(other, adam(other), "Hybrid")
 
 
-def test_rows_follow_their_module_into_executors_that_fail_and_beside_ones_that_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = Users()
-    with executor_of(model, adam(model), "Hybrid") as executor:
-        executor.run(batch=SMALL)
-    trained = model(SMALL)
-    other = nn.ModuleList([model, copy.deepcopy(model)])  # a copy of one with a client of its own
-    other[1].table = ab.RemoteEmbedding("places", 6, 4)
-    for servers in (0, 1):
-        with job_servers(servers, monkeypatch):
-            with pytest.raises((ab.SchemaError, ValueError), match="table places is|were trained without servers"):
-                executor_of(other, adam(other), "Hybrid")
-            if servers:
-                with ab.Executor(ab.EvalStep(model, lambda m, ids: {}), "Hybrid"):
-                    pass
-                with pytest.raises(ValueError, match="were trained without servers"):
-                    executor_of(model, adam(model), "Hybrid")
-        monkeypatch.undo()
-        assert torch.equal(model(SMALL), trained)
-    twin = copy.deepcopy(model)
-    for one in (model, twin):
-        look = ab.EvalStep(one, lambda m, ids: {"rows": m(ids)})
-        with ab.Executor(look, "Hybrid", engine="tape") as reader:
-            assert torch.equal(reader.run(batch=SMALL)["rows"], trained)
-            with executor_of(one, adam(one), "Hybrid") as executor:
-                assert torch.equal(one(SMALL), trained)
-                executor.run(batch=SMALL)
-                after = one(SMALL)
-            assert torch.equal(reader.run(batch=SMALL)["rows"], after)
-        assert torch.equal(one(SMALL), after)
-        one.ids.close()
-        one.table.close()
-
-
 def test_rows_that_were_trained_alone_are_not_left_behind_for_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The executor trained a table of first values, and the rows were gone."""
     module = ab.RemoteEmbedding("t", 6, 4, init=1.0, optimizer=lambda rows: torch.optim.SGD(rows, lr=1.0))
@@ -428,13 +356,8 @@ def test_a_parameter_of_another_class_or_with_gradient_hooks_stays_on_the_worker
     for mode in ("Hybrid", "PS"):
         with executor_of(model, adam(model), mode) as executor:
             routes = {route.parameter: route for route in executor.routes()}
-            assert (routes["item.weight"].place.value, routes["item.weight"].why) == (
-                "workers", "it is an nn.Parameter of another class",
-            )  # fmt: skip
-            assert (routes["bags.weight"].place.value, routes["bags.weight"].why) == (
-                "workers",
-                "it has gradient hooks",
-            )
+            for name, why in (("item", "it is an nn.Parameter of another class"), ("bags", "it has gradient hooks")):
+                assert (routes[f"{name}.weight"].place.value, routes[f"{name}.weight"].why) == ("workers", why)
             executor.run(batch=IDS)
     with pytest.raises(ValueError, match=r"routes={'bags\.weight': 'PS'}.*gradient hooks"):
         executor_of(model, adam(model), "Hybrid", routes={"bags.weight": "PS"})
@@ -470,11 +393,8 @@ def test_what_did_not_pass_by_the_placeholder_is_refused_at_the_next_run_and_sav
     model = Model()
     old = model.item(IDS).sum()
     optimizer = adam(model)
-    step = {
-        "train": ab.TrainStep(model, mean_square, optimizer),
-        "look": ab.EvalStep(model, lambda m, ids: {"out": m(ids)}),
-    }
-    with ab.Executor(step, "Hybrid", engine="tape") as executor:
+    steps = {"train": ab.TrainStep(model, mean_square, optimizer), "look": look_of(model)}
+    with ab.Executor(steps, "Hybrid", engine="tape") as executor:
         uses: list[Callable[[], object]] = [
             lambda: executor.run("train", IDS), lambda: executor.run("look", IDS), lambda: executor.save(tmp_path),
             executor.state_dict,
@@ -506,12 +426,7 @@ def test_what_did_not_pass_by_the_placeholder_is_refused_at_the_next_run_and_sav
 def train_once(mode: str | None, engine: str) -> list[weakref.ref[object]]:
     """Train and evaluate a new model; return what should be gone with it."""
     model = nn.Sequential(nn.EmbeddingBag(50, 4), nn.Linear(4, 1))
-    steps = {
-        "train": ab.TrainStep(
-            model, lambda m, ids: m(ids).square().mean(), torch.optim.Adagrad(model.parameters()), accumulate=2
-        ),
-        "look": ab.EvalStep(model, lambda m, ids: {"y": m(ids)}),
-    }
+    steps = {"train": step_of(model, torch.optim.Adagrad, accumulate=2), "look": look_of(model)}
     with ab.Executor(steps, mode, engine=engine) as executor:  # type: ignore[arg-type]
         for _ in range(4):
             executor.run("train", batch=torch.randint(50, (6, 2)))

@@ -13,14 +13,9 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce as functional_all_reduce
 
 import anabranch as ab
-from anabranch.collectives import GradientBuckets
 from anabranch.executor.engines.graph_engine import bits_differ
-from anabranch.record.spans import heard
-from plain_loop import mean_square
-from toys import in_job, messages_of
-
-ADAM, SGD = torch.optim.Adam, torch.optim.SGD
-
+from plain_loop import Build, TrainingCase, check, linear, mean_square, nothing, sgd
+from toys import assert_same, in_job, look_of, messages_of, plain_step, step_of
 
 # What runs as a graph.
 
@@ -35,7 +30,7 @@ def test_a_compiled_step_trains_as_the_tape_does_but_for_rounding(caplog: pytest
         torch.manual_seed(0)
         norm, last = nn.BatchNorm1d(16), nn.Linear(16, 1)
         model = nn.Sequential(nn.Linear(8, 16, bias=False), norm, nn.GELU(), nn.Dropout(0.2), last)
-        with caplog.at_level("INFO", "anabranch"), ab.Executor(step_of(model), **options) as executor:
+        with caplog.at_level("INFO", "anabranch"), ab.Executor(adam_of(model), **options) as executor:
             for _ in range(3):
                 executor.run(batch=torch.arange(48.0).reshape(6, 8).sin())
             assert executor.engine() == ("graph+inductor" if options else "tape")
@@ -70,8 +65,8 @@ def test_fetched_values_equal_those_of_the_tape(clip: float | None) -> None:
         held = [value for name, value in model.named_parameters() if name != "free"]
         step = ab.TrainStep(model, loss, torch.optim.SGD(held, lr=0.1), clip_grad_norm=clip)
         with ab.Executor(step, engine=engine) as executor:
-            found = [executor.run(batch=torch.tensor([1, 1, 2]), fetch=names) for _ in range(3)]
-        values = [run[name] for run in found for name in names]
+            runs = [executor.run(batch=torch.tensor([1, 1, 2]), fetch=names) for _ in range(3)]
+        values = [run[name] for run in runs for name in names]
         values = [v.coalesce().values() if v is not None and v.is_sparse else v for v in values]
         return [*values, *model.state_dict().values()]
 
@@ -112,15 +107,12 @@ def test_a_graph_of_another_function_is_refused_and_the_step_is_the_tapes(
     plain = make()
     plain.load_state_dict(model.state_dict())
     x = torch.ones(4, 3)
-    step = ab.TrainStep(model, loss, SGD(model.parameters(), lr=0.1), accumulate=accumulate)
-    with ab.Executor(step, engine="graph") as executor:
+    with ab.Executor(step_of(model, loss=loss, accumulate=accumulate), engine="graph") as executor:
         executor.run(batch=x)
         if accumulate == 1:
-            loss(plain, x).backward()  # type: ignore[no-untyped-call]
-            SGD(plain.parameters(), lr=0.1).step()
-            for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-                assert torch.equal(one, other)
-                assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+            plain_step(plain, loss, torch.optim.SGD(plain.parameters(), lr=0.1), x)
+            assert_same(model, plain)
+            assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))  # type: ignore[arg-type]
         with pytest.raises(ab.CaptureError, match=f"not bitwise equal to the tape, whose step was kept: {says}"):
             executor.run(batch=x)
 
@@ -128,46 +120,13 @@ def test_a_graph_of_another_function_is_refused_and_the_step_is_the_tapes(
 # Several workers.
 
 
-def order() -> list[str]:
-    """Final gradients and launches of buckets, in the order in which one step on the graph has them."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(6)))  # 4 MiB each, two a bucket
-    step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
-    log: list[str] = []
-    x = torch.randn(2, 1024)
-    ready = GradientBuckets.ready
-
-    def seen(buckets: GradientBuckets, parameter: Tensor, gradient: Tensor) -> Tensor | None:
-        log.append("gradient")
-        return ready(buckets, parameter, gradient)
-
-    GradientBuckets.ready = seen  # type: ignore[method-assign]
-    with ab.Executor(step, comm_mode="AllReduce", engine="graph") as executor:
-        for _ in range(2):  # lays the buckets out, and captures
-            executor.run(batch=x)
-        log.clear()
-        with heard(lambda span: log.append(span[0])):
-            executor.run(batch=x)
-        assert executor.engine() == "graph"
-    GradientBuckets.ready = ready  # type: ignore[method-assign]
-    return log
-
-
-@pytest.mark.slow
-def test_workers_send_during_backward() -> None:
-    for log in in_job(order, 2):
-        first, last = log.index("bucket.launched"), len(log) - 1 - log[::-1].index("gradient")
-        assert first < last, log
-        assert log.count("bucket.launched") == 3
-
-
 def uncompared() -> list[str]:
     """Return what is said of a loss that sums over the workers itself."""
-    step = ab.TrainStep(
-        model := nn.Linear(4, 3),
-        lambda m, x: m(x).square().mean() / functional_all_reduce(torch.ones(()), "sum", dist.group.WORLD),
-        SGD(model.parameters(), lr=0.1),
-    )
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return mean_square(model, x) / functional_all_reduce(torch.ones(()), "sum", dist.group.WORLD)  # type: ignore[no-any-return]
+
+    step = step_of(nn.Linear(4, 3), loss=loss)
     said = messages_of()
     with ab.Executor(step, comm_mode="AllReduce", engine="graph") as executor:
         for _ in range(2):
@@ -204,8 +163,8 @@ def model_of() -> nn.Module:
     return nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.1))))
 
 
-def step_of(model: nn.Module, **options: Any) -> ab.TrainStep:
-    return ab.TrainStep(model, mean_square, torch.optim.Adam(model.parameters(), lr=0.01), **options)
+def adam_of(model: nn.Module, **options: Any) -> ab.TrainStep:
+    return step_of(model, torch.optim.Adam, lr=0.01, **options)
 
 
 @pytest.mark.slow
@@ -217,7 +176,7 @@ def test_the_plain_loops_bits_in_less_memory(caplog: pytest.LogCaptureFixture) -
         model = model_of()
         torch.manual_seed(1)
         # Accumulated, so that the graph is that of forward and backward alone.
-        with ab.Executor(step_of(model, activation_budget=budget, accumulate=2), engine="graph") as run:
+        with ab.Executor(adam_of(model, activation_budget=budget, accumulate=2), engine="graph") as run:
             for _ in range(4):
                 run.run(batch=batch)
             assert run.engine() == "graph"
@@ -234,7 +193,7 @@ def test_a_budget_that_nothing_fits_is_refused_with_the_least_that_does() -> Non
     model = model_of()
     before = copy.deepcopy(model.state_dict())
     with (
-        ab.Executor(step_of(model, activation_budget=1000), engine="graph") as executor,
+        ab.Executor(adam_of(model, activation_budget=1000), engine="graph") as executor,
         pytest.raises(ab.CaptureError, match=r"does not fit its activation_budget: .* with recomputation \d+"),
     ):
         executor.run(batch=torch.randn(64, 16))
@@ -246,4 +205,252 @@ def test_a_budget_that_nothing_fits_is_refused_with_the_least_that_does() -> Non
     [(5000, 5000), ("2GiB", 2**31), ("500MB", 500_000_000), ("1.5 KiB", 1536), ("7B", 7), ("9", 9)],
 )
 def test_sizes(given: Any, expected: int) -> None:
-    assert step_of(model_of(), activation_budget=given).activation_budget == expected
+    assert adam_of(model_of(), activation_budget=given).activation_budget == expected
+
+
+# Beside a graph: optimizers with state of their own, changes that no guard sees.
+
+
+class Counting(torch.optim.SGD):
+    calls = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.calls += 1
+        super().zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("engine", ["tape", "graph"])
+def test_a_zero_grad_of_ones_own_is_called(engine: str) -> None:
+    def build(patch: pytest.MonkeyPatch) -> TrainingCase:
+        model = linear()
+        optimizer = Counting(model.parameters(), lr=0.1)
+        return TrainingCase(model, mean_square, optimizer, nothing, seen=lambda: optimizer.calls)
+
+    assert check(build, engine).refused_at is None
+
+
+def test_a_parameter_added_to_a_second_group_is_refused() -> None:
+    def build(patch: pytest.MonkeyPatch) -> TrainingCase:
+        model = linear()
+        optimizer = sgd(model)
+        groups = optimizer.param_groups
+        return TrainingCase(model, mean_square, optimizer, lambda k: groups.append(groups[0]))
+
+    assert "is in two parameter groups" in check(build, "graph").refusal
+
+
+def test_a_step_is_fixed_once_it_is_made() -> None:
+    """The tape read some attributes anew in each step, which graphs had taken up: they could not both be right."""
+    model = linear()
+    optimizer = sgd(model)
+    train = ab.TrainStep(model, mean_square, optimizer, clip_grad_norm=1.0)
+    for step in (train, look_of(model)):
+        for name in vars(step):
+            with pytest.raises(AttributeError, match=f"{name!r} of a {type(step).__name__} .* make a new"):
+                setattr(step, name, getattr(step, name))
+    assert train.optimizers == (optimizer,)
+    assert train.schedulers == ()
+
+
+def test_an_exception_of_the_loss_refuses_its_steps_alone() -> None:
+    def run(engine: Any) -> tuple[dict[int, Exception], list[Tensor]]:
+        torch.manual_seed(0)
+        model, raises, raised = nn.Linear(4, 3), [""], dict[int, Exception]()
+
+        def loss(model: nn.Module, x: Tensor) -> Tensor:
+            if raises[0] == "value":
+                raise ValueError("mine")
+            if raises[0] == "stop":
+                raise StopIteration
+            return mean_square(model, x)
+
+        with ab.Executor(step_of(model, loss=loss), engine=engine) as executor:
+            for i in range(7):
+                raises[0] = {2: "value", 3: "stop"}.get(i, "")
+                try:
+                    executor.run(batch=torch.full((5, 4), i / 9))
+                except Exception as error:  # noqa: BLE001 - compared below
+                    raised[i] = error
+            assert executor.engine() == engine
+        return raised, list(model.parameters())
+
+    (plain, theirs), (refused, ours) = run("tape"), run("graph")
+    assert [*plain] == [*refused] == [2, 3]
+    assert all(isinstance(error, ab.CaptureError) for error in refused.values())
+    assert "mine" in str(refused[2])
+    assert all(map(torch.equal, theirs, ours))
+
+
+class AsksWhetherItIsCompiled(nn.Linear):
+    asks = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (1.0 if self.asks and torch.compiler.is_compiling() else 0.0)
+
+
+def test_an_evaluation_as_another_graph_is_compared_as_the_first_was() -> None:
+    model, x = AsksWhetherItIsCompiled(4, 3), torch.ones(2, 4)
+    with ab.Executor(look_of(model), engine="graph") as executor:
+        for _ in range(2):
+            assert torch.equal(executor.run(batch=x)["out"], model(x))  # type: ignore[arg-type]
+        assert executor.engine() == "graph"
+        model.asks = True
+        assert torch.equal(executor.run(batch=x)["out"], model(x))  # type: ignore[arg-type]
+        with pytest.raises(ab.CaptureError, match="the graph was not bitwise equal to the tape, .* the result 'out'"):
+            executor.run(batch=x)
+
+
+# Memory: what a step leaves or keeps, what is shared or shown many times.
+
+
+def rows(i: int, n: int = 3) -> Tensor:
+    return torch.randn(n, 4, generator=torch.Generator().manual_seed(i))
+
+
+# What comes to share memory after the capture, and a step that writes to it.
+
+
+class Buffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("counts", torch.ones(4))
+        self.register_buffer("scale", torch.full((4,), 0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.scale.sin()
+        self.counts.add_(0.1)
+        return self.layer(x * before) + self.scale.sin()  # type: ignore[no-any-return]
+
+
+def views_of_one_batch(patch: pytest.MonkeyPatch) -> TrainingCase:
+    def batch(i: int) -> tuple[Tensor, Tensor]:
+        whole = rows(i, 8)
+        return whole[:4], whole[2:6] if i in (5, 7) else whole[2:6].clone()
+
+    def loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        written, read = batch
+        before = read.sin()
+        written.add_(1.0)
+        return (model(before) - model(read.sin())[:, :1] * 0.5).square().mean()  # type: ignore[no-any-return]
+
+    model = linear(4, 4)
+    return TrainingCase(model, loss, sgd(model), batch=batch)
+
+
+def buffers_are_tied(patch: pytest.MonkeyPatch) -> TrainingCase:
+    model = Buffers()
+
+    def change(k: int) -> None:
+        model.scale.data = model.counts.data if k == 1 else model.counts.data.clone()
+
+    return TrainingCase(model, mean_square, sgd(model), change)
+
+
+@pytest.mark.parametrize("build", [views_of_one_batch, buffers_are_tied])
+def test_memory_that_is_shared_from_some_step_on(build: Build) -> None:
+    got = check(build, "graph")
+    assert got.engines[4] == "graph"
+    assert "shares memory" in got.refusal
+
+
+def test_parts_of_one_memory_that_do_not_overlap_are_a_graph() -> None:
+    """Flat parameters and buffers, and the batches of one tensor."""
+    model = Buffers()
+    flat = torch.ones(8)
+    model.counts.data, model.scale.data = flat[:4], flat[4:]
+    whole = rows(0, 30)
+    with ab.Executor(step_of(model), engine="graph") as executor:
+        for i in range(10):
+            executor.run(batch=whole[3 * i : 3 * i + 3])
+        assert executor.engine() == "graph"
+
+
+# Results and gradients of equal values.
+
+
+class TwoHeads(nn.Module):
+    """Both heads' parameters have equal gradients, and so do the two offsets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 3)
+        self.one, self.two = nn.Parameter(torch.zeros(3, 3)), nn.Parameter(torch.ones(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.base(x))
+        return self.first(hidden) + self.second(hidden) + (self.one + self.two)
+
+
+class Decaying(torch.optim.Optimizer):
+    """Adds its decay to the gradients in place, and steps by a rate that falls with a count of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.counts: list[int] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.counts.append(1)
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad.add_(parameter, alpha=0.1)
+            parameter.sub_(parameter.grad, alpha=0.1 / len(self.counts))
+
+
+def test_an_optimizer_that_is_not_torchs_steps_behind_the_graph_and_may_write_to_gradients_that_are_equal() -> None:
+    def build(patch: pytest.MonkeyPatch) -> TrainingCase:
+        model = TwoHeads()
+        optimizer = Decaying(model.parameters())
+        return TrainingCase(model, mean_square, optimizer, seen=lambda: optimizer.counts)
+
+    got = check(build, "graph")
+    assert got.engines == ["graph"] * 9
+    assert got.by_itself == "Decaying is not an optimizer of torch.optim"
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_results_of_equal_expressions_stay_apart(evaluated: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+
+    def both(model: Any, x: Tensor) -> dict[str, Tensor]:
+        y = model(x).detach()
+        return {"total": y.sum(0), "last": y.sum(0)}
+
+    train = step_of(model, loss=lambda m, x: (mean_square(m, x), both(m, x)))
+    step: Any = ab.EvalStep(model, both) if evaluated else train
+    with ab.Executor({"step": step}, engine="graph") as executor:
+        for index in range(3):
+            results = executor.run("step", batch=rows(index))
+            last = results["last"].clone()
+            results["total"].add_(1)
+            assert torch.equal(results["last"], last)
+
+
+# Tensors that outlive a step.
+
+
+class Keeps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.penalty, self.view = torch.zeros(()), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.penalty = self.layer.weight.square().sum()
+        self.view = self.layer.weight.detach()[0, :2]
+        return self.layer(x).square().mean() + 0.1 * self.penalty
+
+
+def test_a_tensor_that_the_model_keeps_is_never_silently_without_its_history() -> None:
+    torch.manual_seed(0)
+    model = Keeps()
+    with ab.Executor(step_of(model, loss=lambda m, x: m(x)), engine="graph") as executor:
+        for _ in range(4):
+            executor.run(batch=torch.ones(4, 3))
+            assert model.penalty.requires_grad
+            assert not model.view.requires_grad
+            model.view.clamp_(-1, 1)  # in place, as after a plain step
+        assert executor.engine() == "graph"
+        with pytest.raises(ab.CaptureError, match=r"recorded no history; detach\(\) it where it is kept"):
+            model.penalty.backward()

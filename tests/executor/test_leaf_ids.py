@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import anabranch as ab
+import toys
 from anabranch.executor.loaders.leaf_ids import LeafIds
 from anabranch.parameter_server import ParameterClient
 
@@ -58,9 +59,7 @@ FORMS: dict[str, tuple[Callable[[], Batch], Callable[[Any], Tensor], str]] = {
     "an offset a field": (clicks, lambda b: b["x"] + torch.arange(5) * 9, "batch.x + offsets"),
     "two towers": (lambda: Interaction(ids(8), ids(8)), lambda b: b.item.to(torch.int32), "batch.item"),
     "a sequence without its end": (sequences, lambda b: b.seen[:, :-1], "batch.0[:, :-1]"),
-    "a sequence and its target": (
-        sequences, lambda b: torch.cat([b.seen, b.targets], 1), "batch.0 and batch.1, some"
-    ),
+    "a sequence and its target": (sequences, lambda b: torch.cat([b.seen, b.targets], 1), "batch.0 and batch.1, some"),
     "without padding": (sequences, lambda b: b.seen[b.seen > 250], "batch.0, some"),
     "distinct": (sequences, lambda b: b.seen.unique(), "batch.0"),
     "positions": (sequences, lambda b: torch.arange(b.seen.shape[1]), "the ids of the last steps"),
@@ -151,27 +150,6 @@ def test_a_batch_that_its_step_changes_in_place_teaches_nothing_wrong() -> None:
     assert learned.describe() == {}
 
 
-def test_a_step_that_fails_and_one_without_rows_leave_no_lookups_behind() -> None:
-    fails = iter([False, True, False])
-
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        rows = model(batch)
-        if next(fails):
-            raise KeyError("no")
-        return rows.sum()
-
-    model = nn.Sequential(nn.Embedding(ROWS, 2, sparse=True))
-    train = ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
-    steps = {"train": train, "look": ab.EvalStep(model, lambda m, b: {"rows": m(b)})}
-    with ab.Executor(steps, "Hybrid") as executor:
-        for batch in (ids(3), ids(4), ids(0)):
-            with suppress(KeyError):
-                executor.run("train", batch)
-            executor.run("look", ids(5))
-            assert executor._remote is not None
-            assert executor._remote.tables.lookups is None
-
-
 # Executors.
 
 
@@ -191,8 +169,7 @@ class Model(nn.Module):
 
 
 def step_of(model: nn.Module, **options: Any) -> ab.TrainStep:
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-    return ab.TrainStep(model, lambda model, batch: model(batch), optimizer, **options)
+    return toys.step_of(model, torch.optim.Adagrad, lambda model, batch: model(batch), **options)
 
 
 @contextmanager
@@ -233,12 +210,11 @@ def same_as_plain(model: nn.Module, batches: list[Any], **options: Any) -> list[
         for batch in batches:
             executor.run(batch=batch)
         known = [route.ids for route in executor.routes() if route.ids]
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+    toys.assert_near(model, plain, 1e-6)
     return known
 
 
-@pytest.mark.parametrize("engine", ["tape", "graph"])
+@pytest.mark.parametrize("engine", ["tape", pytest.param("graph", marks=pytest.mark.slow)])
 def test_the_third_step_pulls_all_tables_in_one_message(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pulls(monkeypatch) as pulled:
         known = same_as_plain(Model(fields), data(4), engine=engine)
@@ -327,16 +303,13 @@ def test_an_error_of_ids_is_raised_by_the_step_of_its_batch() -> None:
 def test_the_features_of_a_ragged_batch_are_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     bags = ab.EmbeddingBagCollection({key: nn.EmbeddingBag(ROWS, 2, mode="sum") for key in "ab"})
     model = nn.ModuleDict({"bags": bags, "head": nn.Linear(2, 1)})
-    step = ab.TrainStep(
-        model,
-        lambda model, batch: model["head"](sum(model["bags"](batch["ids"]).values())).square().mean(),
-        torch.optim.Adagrad(model.parameters(), lr=0.1),
-    )
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        return model["head"](sum(model["bags"](batch["ids"]).values())).square().mean()  # type: ignore[no-any-return]
+
     batches = [{"ids": ragged(count)} for count in range(4, 9)]
-    with (
-        pulls(monkeypatch) as pulled,
-        ab.Executor(step, "Hybrid", cache=ab.Cache(capacity=ROWS), dataloaders={"default": batches}) as executor,
-    ):
+    options: dict[str, Any] = {"cache": ab.Cache(capacity=ROWS), "dataloaders": {"default": batches}}
+    with pulls(monkeypatch) as pulled, ab.Executor(toys.step_of(model, loss=loss), "Hybrid", **options) as executor:
         for _ in batches:
             executor.run()
         known = [route.ids for route in executor.routes() if route.ids]

@@ -8,23 +8,23 @@ import multiprocessing
 import random
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from _pytest.mark import ParameterSet
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
+import anabranch as ab
 from anabranch import checkpoint
 from anabranch.errors import CheckpointError
 from anabranch.executor.loaders.loading import ENDED, BoundLoader
 from anabranch.executor.randomness import random_state, restore_random_state, same_random_state
 from anabranch.loaders import GlobalBatches
-
-
-def bound(loader: Iterable[object], rank: int = 0, world_size: int = 1) -> BoundLoader:
-    return BoundLoader(loader, worker=lambda: (rank, world_size))
+from plain_loop import mean_square
+from toys import assert_same, in_job, plain_step, step_of
 
 
 def numbers(batch: object) -> list[float]:
@@ -72,6 +72,8 @@ def plain(loader: Iterable[object], count: int) -> list[list[float]]:
 
 
 class Squares(Dataset[Tensor]):
+    """Notes what is loaded."""
+
     def __init__(self, count: int = 11) -> None:
         self.count = count
         self.loaded: list[int] = []
@@ -91,18 +93,8 @@ class Noisy(Squares):
         return super().__getitem__(index) + torch.rand(()) + random.random()
 
 
-class EagerSampler(Sampler[int]):
-    """Draws from the global generator when iteration starts, not at the first index."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(11).tolist())
-
-    def __len__(self) -> int:
-        return 11
-
-
 class PairSampler(Sampler[list[int]]):
-    """A batch sampler of its own kind."""
+    """A batch sampler of its own kind: it draws from the global generator as iteration starts."""
 
     def __iter__(self) -> Iterator[list[int]]:
         order = torch.randperm(5).tolist()
@@ -187,7 +179,6 @@ LOADERS: dict[str, Callable[[], Iterable[object]]] = {
     "stateful": Stateful,
     "shuffled": lambda: DataLoader(Squares(), batch_size=2, shuffle=True),
     "own_generator": lambda: DataLoader(Squares(), batch_size=2, shuffle=True, generator=seeded()),
-    "eager": lambda: DataLoader(Squares(), batch_size=2, sampler=EagerSampler()),
     "pairs": lambda: DataLoader(Squares(), batch_sampler=PairSampler()),
     "unbatched": lambda: DataLoader(Squares(), batch_size=None, shuffle=True),
     "distributed": lambda: DataLoader(
@@ -204,10 +195,10 @@ LOADERS: dict[str, Callable[[], Iterable[object]]] = {
 }
 
 
-def seed_all(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
+def seed_all(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
 
 
 def drain(loader: BoundLoader) -> int:
@@ -217,12 +208,15 @@ def drain(loader: BoundLoader) -> int:
     return count
 
 
+Opened = Callable[..., BoundLoader]
+
+
 @pytest.fixture
-def opened() -> Iterator[Callable[..., BoundLoader]]:
+def opened() -> Iterator[Opened]:
     loaders: list[BoundLoader] = []
 
-    def make(loader: Iterable[object], **options: object) -> BoundLoader:
-        loaders.append(bound(loader, **options))  # type: ignore[arg-type]
+    def make(loader: Iterable[object], rank: int = 0, world_size: int = 1) -> BoundLoader:
+        loaders.append(BoundLoader(loader, worker=lambda: (rank, world_size)))
         return loaders[-1]
 
     yield make
@@ -240,7 +234,7 @@ def slow_if(slow: bool, *values: object) -> ParameterSet:
 
 # Forks of a large process, which take their time: one kind in each of the two tests is quick.
 @pytest.mark.parametrize("kind", [slow_if("workers" in kind and kind != "two_workers", kind) for kind in LOADERS])
-def test_batches_and_random_draws_are_those_of_a_plain_loop(kind: str, opened: Callable[..., BoundLoader]) -> None:
+def test_batches_and_random_draws_are_those_of_a_plain_loop(kind: str, opened: Opened) -> None:
     seed_all(0)
     expected = plain(LOADERS[kind](), 14)
     end = random_state()
@@ -249,14 +243,19 @@ def test_batches_and_random_draws_are_those_of_a_plain_loop(kind: str, opened: C
     assert same_random_state(random_state(), end)
 
 
-def saved(path: Path, loaders: list[BoundLoader]) -> list[object]:
-    """Their states as they come back from a checkpoint."""
-    state, tensors = checkpoint.split([loader.state() for loader in loaders])
+def saved(path: Path, loader: BoundLoader) -> tuple[list[object], Any]:
+    """Its state as it comes back from a checkpoint, and that of the random generators."""
+    state, tensors = checkpoint.split([loader.state()])
     checkpoint.write(path, {"rank0": tensors}, state, step=0)
     read = checkpoint.read(path)
-    joined = checkpoint.join(read.state, read.tensors("rank0"))
-    assert isinstance(joined, list)
-    return joined
+    joined: Any = checkpoint.join(read.state, read.tensors("rank0"))
+    return joined, random_state()
+
+
+def restored(loader: BoundLoader, state: tuple[list[object], Any]) -> BoundLoader:
+    loader.restore(state[0])
+    restore_random_state(state[1])
+    return loader
 
 
 @pytest.mark.quick_cases(30)
@@ -269,22 +268,19 @@ def saved(path: Path, loaders: list[BoundLoader]) -> list[object]:
         for steps in ([3] if "workers" in kind else [0, 1, 3, 6, 9])
     ],
 )
-def test_a_restart_resumes_with_the_next_batch(
-    kind: str, steps: int, opened: Callable[..., BoundLoader], tmp_path: Path
-) -> None:
+def test_a_restart_resumes_with_the_next_batch(kind: str, steps: int, opened: Opened, tmp_path: Path) -> None:
     seed_all(0)
     first = opened(LOADERS[kind]())
     take(first, steps)
-    state, draws = saved(tmp_path, [first]), random_state()
+    state = saved(tmp_path, first)
     expected = take(first, 12)
     end = random_state()
     seed_all(1)
     again = opened(LOADERS[kind]())
     before = random_state()
-    again.restore(state)
+    again.restore(state[0])
     assert same_random_state(random_state(), before)
-    restore_random_state(draws)
-    assert take(again, 12) == expected
+    assert take(restored(again, state), 12) == expected
     assert same_random_state(random_state(), end)
 
 
@@ -298,7 +294,7 @@ def persistent(own: bool) -> DataLoader[Tensor]:
 @pytest.mark.parametrize("steps", [5, slow_if(True, 0), slow_if(True, 4)])
 @pytest.mark.parametrize("own", [False, slow_if(True, True)])
 def test_persistent_workers_draw_their_seed_in_the_first_epoch_only(
-    own: bool, steps: int, opened: Callable[..., BoundLoader], tmp_path: Path
+    own: bool, steps: int, opened: Opened, tmp_path: Path
 ) -> None:
     """A restart drew it again in a later epoch: in another order, so some samples came twice and others not at all."""
     seed_all(0)
@@ -306,19 +302,13 @@ def test_persistent_workers_draw_their_seed_in_the_first_epoch_only(
     seed_all(0)
     first = opened(persistent(own))
     assert take(first, steps) == expected[:steps]
-    state, draws = saved(tmp_path / "first", [first]), random_state()
-    again = opened(persistent(own))
-    again.restore(state)
-    restore_random_state(draws)
+    again = restored(opened(persistent(own)), saved(tmp_path / "first", first))
     assert take(again, 10 - steps) == expected[steps:10]
-    state, draws = saved(tmp_path / "second", [again]), random_state()
-    once_more = opened(persistent(own))
-    once_more.restore(state)
-    restore_random_state(draws)
+    once_more = restored(opened(persistent(own)), saved(tmp_path / "second", again))
     assert take(once_more, 2) == expected[10:]
 
 
-def test_persistent_workers_of_a_later_epoch_go_back_to_the_first(opened: Callable[..., BoundLoader]) -> None:
+def test_persistent_workers_of_a_later_epoch_go_back_to_the_first(opened: Opened) -> None:
     loader = opened(persistent(own=True))
     state = loader.state()
     expected = [step[:-3] for step in take(loader, 5)]
@@ -327,25 +317,21 @@ def test_persistent_workers_of_a_later_epoch_go_back_to_the_first(opened: Callab
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "stateful", "list", "distributed", "global"])
-def test_a_restart_between_two_epochs_starts_the_second(
-    kind: str, opened: Callable[..., BoundLoader], tmp_path: Path
-) -> None:
+def test_a_restart_between_two_epochs_starts_the_second(kind: str, opened: Opened, tmp_path: Path) -> None:
     seed_all(0)
     loader = opened(LOADERS[kind]())
     drain(loader)
-    state, draws = saved(tmp_path, [loader]), random_state()
+    state = saved(tmp_path, loader)
     loader.start_epoch()
     expected = take(loader, 4)
-    again = opened(LOADERS[kind]())
-    again.restore(state)
-    restore_random_state(draws)
+    again = restored(opened(LOADERS[kind]()), state)
     assert again.next_batch() is ENDED
     again.start_epoch()
     assert take(again, 4) == expected
 
 
 def test_skipped_batches_are_said_and_global_ones_are_not_loaded(
-    opened: Callable[..., BoundLoader], caplog: pytest.LogCaptureFixture
+    opened: Opened, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     for make in (lambda data: DataLoader(data, batch_size=2), lambda data: GlobalBatches(data, 2)):
@@ -361,9 +347,7 @@ def test_skipped_batches_are_said_and_global_ones_are_not_loaded(
 
 
 @pytest.mark.parametrize("kind", ["list", "plain", "stateful", "iterable", "shuffled", "pairs"])
-def test_another_number_of_workers_is_refused_within_an_epoch_and_taken_between_two(
-    kind: str, opened: Callable[..., BoundLoader]
-) -> None:
+def test_another_number_of_workers_is_refused_within_an_epoch_only(kind: str, opened: Opened) -> None:
     first = [opened(LOADERS[kind](), rank=rank, world_size=2) for rank in range(2)]
     second = opened(LOADERS[kind]())
     second.restore([loader.state() for loader in first])
@@ -379,7 +363,7 @@ def test_another_number_of_workers_is_refused_within_an_epoch_and_taken_between_
         assert second.next_batch() is ENDED
 
 
-def test_a_loader_that_has_become_shorter_is_refused(opened: Callable[..., BoundLoader]) -> None:
+def test_a_loader_that_has_become_shorter_is_refused(opened: Opened) -> None:
     first = opened([1, 2, 3, 4])
     take(first, 3)
     with pytest.raises(CheckpointError, match="was at batch 3 of its epoch when saved and yields 2 now"):
@@ -390,9 +374,7 @@ def test_a_loader_that_has_become_shorter_is_refused(opened: Callable[..., Bound
 
 
 @pytest.mark.parametrize("kind", ["list", "plain", "stateful", "own_generator", "global"])
-def test_a_plans_look_is_at_the_epochs_next_batch_and_changes_nothing(
-    kind: str, opened: Callable[..., BoundLoader]
-) -> None:
+def test_a_plans_look_is_at_the_epochs_next_batch_and_changes_nothing(kind: str, opened: Opened) -> None:
     seed_all(0)
     expected = plain(LOADERS[kind](), 20)
     seed_all(0)
@@ -409,7 +391,7 @@ def test_a_plans_look_is_at_the_epochs_next_batch_and_changes_nothing(
     assert steps == expected
 
 
-def test_the_first_batch_of_a_loader_is_fetched_once_and_its_error_stays(opened: Callable[..., BoundLoader]) -> None:
+def test_the_first_batch_of_a_loader_is_fetched_once_and_its_error_stays(opened: Opened) -> None:
     fetched: list[int] = []
 
     def batches() -> Iterator[int]:
@@ -427,9 +409,7 @@ def test_the_first_batch_of_a_loader_is_fetched_once_and_its_error_stays(opened:
 
 
 @pytest.mark.parametrize("kind", ["list", "two_workers_iterable", slow_if(True, "two_workers_global")])
-def test_a_batch_that_was_looked_at_is_the_next_and_not_in_the_position(
-    kind: str, opened: Callable[..., BoundLoader]
-) -> None:
+def test_a_batch_that_was_looked_at_is_the_next_and_not_in_the_position(kind: str, opened: Opened) -> None:
     loader = opened(LOADERS[kind]())
     assert loader.peek() is None  # the epoch has not begun
     loader.next_batch()
@@ -446,7 +426,7 @@ def test_a_batch_that_was_looked_at_is_the_next_and_not_in_the_position(
     assert loader.peek() is None
 
 
-def test_a_failure_of_a_look_is_raised_where_the_batch_is_taken(opened: Callable[..., BoundLoader]) -> None:
+def test_a_failure_of_a_look_is_raised_where_the_batch_is_taken(opened: Opened) -> None:
     def fail(samples: list[Tensor]) -> Tensor:
         if samples[0] == 4:
             raise OverflowError
@@ -461,9 +441,7 @@ def test_a_failure_of_a_look_is_raised_where_the_batch_is_taken(opened: Callable
 
 
 @pytest.mark.parametrize("kind", ["two_workers_iterable", slow_if(True, "two_workers_global")])
-def test_a_loader_that_was_closed_or_left_at_its_end_has_no_processes(
-    kind: str, opened: Callable[..., BoundLoader]
-) -> None:
+def test_a_loader_that_was_closed_or_left_at_its_end_has_no_processes(kind: str, opened: Opened) -> None:
     for end in (drain, BoundLoader.close):
         loader = opened(LOADERS[kind]())
         loader.next_batch()
@@ -475,7 +453,7 @@ def test_a_loader_that_was_closed_or_left_at_its_end_has_no_processes(
 # Epochs.
 
 
-def test_a_script_that_sets_the_epochs_itself_has_the_last_word(opened: Callable[..., BoundLoader]) -> None:
+def test_a_script_that_sets_the_epochs_itself_has_the_last_word(opened: Opened) -> None:
     source = DataLoader(Shuffled(), batch_size=11)
     loader = opened(source)
     for epoch in (0, 1, 5, 2):
@@ -484,7 +462,7 @@ def test_a_script_that_sets_the_epochs_itself_has_the_last_word(opened: Callable
         loader.start_epoch()
 
 
-def test_an_ended_loader_stays_ended_until_an_epoch_is_started(opened: Callable[..., BoundLoader]) -> None:
+def test_an_ended_loader_stays_ended_until_an_epoch_is_started(opened: Opened) -> None:
     loader = opened([1])
     assert loader.next_batch() == 1
     assert [loader.next_batch() for _ in range(3)] == [ENDED] * 3
@@ -497,7 +475,7 @@ def test_an_ended_loader_stays_ended_until_an_epoch_is_started(opened: Callable[
         loader.next_batch()
 
 
-def test_a_generator_has_one_epoch_and_a_second_one_is_an_error(opened: Callable[..., BoundLoader]) -> None:
+def test_a_generator_has_one_epoch_and_a_second_one_is_an_error(opened: Opened) -> None:
     loader = opened(iter(range(3)))
     assert drain(loader) == 3
     assert loader.first() is None
@@ -506,9 +484,7 @@ def test_a_generator_has_one_epoch_and_a_second_one_is_an_error(opened: Callable
         loader.next_batch()
 
 
-def test_a_loader_that_is_its_own_iterator_and_starts_afresh_has_many_epochs(
-    opened: Callable[..., BoundLoader],
-) -> None:
+def test_a_loader_that_is_its_own_iterator_and_starts_afresh_has_many_epochs(opened: Opened) -> None:
     class Reader:
         def __iter__(self) -> Reader:
             self.left = 3
@@ -524,3 +500,116 @@ def test_a_loader_that_is_its_own_iterator_and_starts_afresh_has_many_epochs(
     for _ in range(3):
         assert drain(loader) == 3
         loader.start_epoch()
+
+
+# Bound to the steps of an Executor.
+
+
+def squared(model: nn.Module, batch: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    return model(batch[:, None] / 100).square().mean(), {"first": batch}
+
+
+def dropping() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+
+
+def program(**loaders: Any) -> tuple[nn.Module, ab.Executor]:
+    model = dropping()
+    steps = {
+        "train": step_of(model, loss=squared, lr=0.01),
+        "validate": ab.EvalStep(model, lambda model, batch: {"first": batch}),
+    }
+    return model, ab.Executor(steps, dataloaders=loaders)
+
+
+def seen(executor: ab.Executor, runs: int, name: str = "train") -> list[list[float]]:
+    return [executor.run(name)["first"].tolist() for _ in range(runs)]
+
+
+@pytest.mark.parametrize("step", ["train", "validate"])
+def test_a_loader_without_batches_is_refused(step: str) -> None:
+    _, executor = program(**{step: []})
+    with executor, pytest.raises(ValueError, match=f"the loader of '{step}' yields no batches"):
+        executor.run(step)
+
+
+def test_a_loader_without_a_length_has_no_batch_num() -> None:
+    _, executor = program(train=itertools.repeat(torch.ones(2)))
+    with executor:
+        executor.run("train")
+        with pytest.raises(ValueError, match="'train' has no length"):
+            executor.batch_num("train")
+
+
+def test_bound_batches_are_the_plain_loops_random_numbers_included() -> None:
+    """Shuffling, dropout and loading share a generator: it is drawn from in the plain loop's order."""
+    model, executor = program(train=DataLoader(Squares(), 4, shuffle=True))
+    with executor:
+        torch.manual_seed(1)
+        ours = seen(executor, 6)
+    other = dropping()
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.01)
+    torch.manual_seed(1)
+    theirs = []
+    for _ in range(2):
+        for batch in DataLoader(Squares(), 4, shuffle=True):
+            plain_step(other, lambda model, batch: squared(model, batch)[0], optimizer, batch)
+            theirs.append(batch.tolist())
+    assert ours == theirs
+    assert_same(model, other)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_forked_loader_workers_survive_our_threads() -> None:
+    loaders = {"train": DataLoader(Squares(6), 4, num_workers=2), "validate": DataLoader(Squares(6), 5, num_workers=1)}
+    _, executor = program(**loaders)
+    with executor:
+        for _ in range(2):
+            assert seen(executor, 2) == [[0, 1, 4, 9], [16, 25]]
+            assert seen(executor, 2, "validate") == [[0, 1, 4, 9, 16], [25]]
+
+
+def unequal() -> list[Any]:
+    """What workers whose loaders have unequal lengths see, and the weights of a table on servers under each cache."""
+    rank = ab.job().rank
+    batches = [torch.full((2, 1), float(10 * rank + index)).double() for index in range([5, 2][rank])]
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1).double()
+    steps = {"train": step_of(model, lr=1e-4), "validate": ab.EvalStep(model, lambda m, b: {"rows": b})}
+    with ab.Executor(steps, comm_mode="AllReduce", dataloaders=dict.fromkeys(steps, batches)) as executor:
+        number = executor.batch_num("train")
+        losses = [executor.run("train")["loss"].item() for _ in range(2 * number)]
+        rows = [executor.run("validate")["rows"].flatten().tolist() for _ in range(number + 1)]
+    ids = [torch.tensor([[2 * rank + index, index]]) for index in range([4, 1][rank])]
+    weights = []
+    for cache in (None, ab.Cache(capacity=2), ab.Cache(capacity=2, pull_bound=1, push_bound=1)):
+        table = nn.EmbeddingBag(8, 1, mode="sum", sparse=True, dtype=torch.float64)
+        nn.init.zeros_(table.weight)
+        train = step_of(table, loss=lambda m, ids: m(ids).sum(), lr=1.0, reduction="sum")
+        with ab.Executor(train, "Hybrid", cache=cache, dataloaders={"default": ids}, served="replace") as executor:
+            for _ in range(2 * executor.batch_num()):
+                executor.run()
+        weights.append(table.weight.flatten().tolist())
+    return [number, losses, rows, model.weight.item(), weights]
+
+
+def test_an_epoch_ends_when_every_workers_loader_has_ended() -> None:
+    """Until then a worker whose loader has ended pushes nothing under the number of its own step."""
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    expected = []
+    for index in [*range(5), *range(5)]:
+        values = [10 * rank + index for rank, count in enumerate([5, 2]) if index < count]
+        x = torch.tensor(values).double().repeat_interleave(2)[:, None]
+        expected.append(plain_step(model, mean_square, optimizer, x).item())
+    table = torch.zeros(8)
+    for ids in [[0, 0], [1, 1], [2, 2], [3, 3], [2, 0]]:
+        table -= 2 * torch.bincount(torch.tensor(ids), minlength=8)
+    for rank, (number, losses, rows, weight, tables) in enumerate(in_job(unequal, 2, servers=2)):
+        assert number == 5
+        assert [*losses, weight] == pytest.approx([*expected, model.weight.item()], rel=1e-12)
+        own = [[10 * rank + index] * 2 for index in range([5, 2][rank])]
+        assert rows == own + [[]] * (5 - len(own)) + own[:1]
+        assert tables == [table.tolist()] * 3

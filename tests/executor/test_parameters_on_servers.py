@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anabranch as ab
-from anabranch.record.spans import Span, heard
+import toys
 from programs import Programs
+from toys import assert_same, look_of
 
 ROWS = 40
 
@@ -51,7 +51,7 @@ def new_model(**options: Any) -> Model:
 
 
 def step_of(model: nn.Module, optimizer: Any = torch.optim.Adagrad, **options: Any) -> ab.TrainStep:
-    return ab.TrainStep(model, loss, optimizer(model.parameters(), lr=0.1), **options)
+    return toys.step_of(model, optimizer, loss, **options)
 
 
 def trained(
@@ -72,11 +72,8 @@ def test_routes_are_a_table_with_reasons() -> None:
     model.head.bias.requires_grad_(False)
     with ab.Executor(step_of(model), "hybrid", routes={"head.weight": "ps"}) as executor:
         found = {route.parameter: route for route in executor.routes()}
-        assert [found[name].place.served for name in ("table.weight", "head.weight", "head.bias")] == [
-            True,
-            True,
-            False,
-        ]
+        served = [found[name].place.served for name in ("table.weight", "head.weight", "head.bias")]
+        assert served == [True, True, False]
         assert (found["table.weight"].shape, found["table.weight"].bytes) == ((ROWS, 4), ROWS * 16)
         lines = str(executor.routes()).split("\n")
         assert lines[0].split("  ")[0] == "parameter"
@@ -88,7 +85,7 @@ def test_routes_are_a_table_with_reasons() -> None:
 def test_a_table_that_is_also_a_head_stays_on_the_workers_under_hybrid() -> None:
     model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4, bias=False))
     model[1].weight = model[0].weight
-    step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+    step = toys.step_of(model)
     with ab.Executor(step, "Hybrid") as executor:
         assert not executor.routes().served
         assert "not only looked up" in str(executor.routes())
@@ -146,39 +143,7 @@ def test_cached_at_bound_0_is_uncached_to_the_bit(mode: str, policy: str) -> Non
                 executor.run()
             loads = executor.statistics().tables["table.weight"]
             assert loads.hits + loads.misses > 0
-        for one, other in zip(cached.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(one, other)
-
-
-def test_the_next_batch_s_rows_are_requested_before_this_backward_ends() -> None:
-    """Ids of the batch, and an offset for each column: two runs show that they are, the third asks ahead."""
-    data = [{"ids": torch.tensor([[2 * k] * 3, [2 * k + 1] * 3]), "y": torch.zeros(2)} for k in range(5)]
-    log: list[str] = []
-    asked = threading.Event()
-
-    def note(span: Span) -> None:
-        if span[0] == "tables.prefetch":
-            log.append("asked")
-            asked.set()
-
-    def patient(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        value = loss(model, batch)
-        run = len(log)
-        value.register_hook(lambda grad: log.append("waited" if run < 2 or asked.wait(timeout=30) else "gave up"))
-        return value
-
-    model = new_model()
-    step = ab.TrainStep(model, patient, torch.optim.Adagrad(model.parameters(), lr=0.1))
-    options: dict[str, Any] = {"cache": ab.Cache(capacity=ROWS), "dataloaders": {"default": data}, "engine": "tape"}
-    with ab.Executor(step, "Hybrid", **options) as executor, heard(note):
-        executor.run()
-        executor.run()
-        assert log == ["waited", "waited"]
-        executor.run()
-        assert log[2:] == ["asked", "waited"]
-        executor.run()
-        loads = executor.statistics().tables["table.weight"]
-        assert (loads.misses, loads.hits) == (24, 6)  # the fourth batch's rows were there when its step came
+        assert_same(cached, plain)
 
 
 # Counting.
@@ -216,55 +181,15 @@ def test_statistics_count_by_table_and_record_loads_writes_them(
 @pytest.mark.parametrize("mode", ["PS", "Hybrid"])
 def test_an_id_out_of_range_is_named_and_changes_nothing(mode: str) -> None:
     model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 1))
-    step = ab.TrainStep(model, lambda m, ids: m(ids).square().mean(), torch.optim.Adam(model.parameters()))
-    look = ab.EvalStep(model, lambda m, ids: {"rows": m[0](ids)})
-    with ab.Executor({"train": step, "look": look}, mode) as executor:
+    steps = {"train": toys.step_of(model, torch.optim.Adam), "look": look_of(model)}
+    with ab.Executor(steps, mode) as executor:
         executor.run("train", torch.tensor([1, 2]))
-        before = executor.run("look", torch.arange(4))["rows"]
+        before = executor.run("look", torch.arange(4))["out"]
         with pytest.raises(ab.NotFound, match="table 0.weight has ids 0 to 3.* is 4"):
             executor.run("train", torch.tensor([1, 4]))
-        assert torch.equal(executor.run("look", torch.arange(4))["rows"], before)
+        assert torch.equal(executor.run("look", torch.arange(4))["out"], before)
         executor.run("train", torch.tensor([1, 2]))
         assert executor.statistics().steps == 2
-
-
-def test_several_workers_need_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from anabranch.executor.running.remote import RemotePart
-    from anabranch.executor.spec import Spec
-
-    class Two:
-        size, rank, several = 2, 0, True
-
-    with pytest.raises(ValueError, match="anabranch run --workers 2 --servers 1"):
-        RemotePart(Spec({}, {}, "PS", ab.executor.Routes()), Two())  # type: ignore[arg-type]
-
-
-# Rounding on the way.
-
-
-def test_rounded_rows_are_fewer_bytes_and_learn_as_well() -> None:
-    data = [{**batch, "ids": batch["ids"] % ROWS} for batch in batches(rows=64)]
-
-    def run(how: Any) -> tuple[float, int, int]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Embedding(ROWS, 16, sparse=True), nn.Flatten(), nn.Linear(48, 1))
-        step = ab.TrainStep(
-            model,
-            lambda m, b: F.mse_loss(m(b["ids"])[:, 0], b["y"]),
-            torch.optim.Adagrad(model.parameters(), lr=0.1),
-        )
-        with ab.Executor(step, "Hybrid", row_compression=how) as executor:
-            losses = [executor.run(batch=batch)["loss"].item() for _ in range(10) for batch in data]
-            loads = executor.statistics().tables["0.weight"]
-        rows = sum(len(torch.unique(batch["ids"])) for batch in data) * 10
-        return sum(losses[-6:]) / 6, loads.bytes, rows
-
-    exact_loss, exact, rows = run(None)
-    assert exact == rows * (8 + 2 * 64)  # beside the numbers: 4 bytes of an id each way
-    for compression, share in (("bfloat16", 0.5), ("int8", 0.27)):
-        rounded_loss, rounded, _ = run(compression)
-        assert rounded_loss == pytest.approx(exact_loss, rel=0.01)
-        assert rounded <= rows * (8 + 2 * 64 * share)
 
 
 # What cached tables run on is compiled when they are made, so that no step waits for a compiler.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from itertools import product
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 import anabranch as ab
 from anabranch.executor.engines import engine
 from covering import pairwise
-from toys import distance, in_job, plain_window
+from toys import distance, in_job, look_of, plain_window, step_of
 
 # What every worker runs.
 
@@ -95,29 +96,25 @@ class Plain:
         return losses
 
 
+def grid_of(data: int, pipeline: int) -> tuple[int, int, dict[str, Any], dict[str, Any]]:
+    """This worker's row and stage, and what an Executor across the rows takes, and a Pipe along one."""
+    if data * pipeline == 1:
+        return 0, 0, {"comm_mode": None}, {}
+    grid = ab.job().grid(data=data, pipeline=pipeline)
+    across = {"comm_mode": "AllReduce", "process_group": grid.data_group}
+    along = {"process_group": grid.pipeline_group} if pipeline > 1 else {}
+    return *divmod(ab.job().rank, pipeline), across, along
+
+
 class Piped:
     """The same under an executor, on a grid of ``data`` x ``pipeline`` workers, in rows of the grid."""
 
     def __init__(self, case: dict, seed: int = 0) -> None:
-        self.case = case
-        self.columns, stages = case["data"], case["pipeline"]
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        self.row, self.stage = divmod(rank, stages)
-        lines = [dist.new_group(list(range(d * stages, (d + 1) * stages))) for d in range(self.columns) if stages > 1]
-        groups = [
-            dist.new_group(list(range(s, self.columns * stages, stages)))
-            for s in range(stages)
-            if dist.is_initialized()
-        ]
+        self.case, self.columns = case, case["data"]
+        self.row, self.stage, across, along = grid_of(case["data"], case["pipeline"])
         model = new_model(seed=seed + self.row)  # the first row's is everyone's
-        self.pipe = ab.Pipe(
-            model,
-            case["balance"],
-            chunks=case.get("chunks", 3),
-            schedule=case.get("schedule", "1F1B"),
-            checkpoint=case.get("checkpoint", "except_last"),
-            **({"process_group": lines[self.row]} if lines else {}),
-        )
+        options = {name: case[name] for name in ("schedule", "checkpoint") if name in case}
+        self.pipe = ab.Pipe(model, case["balance"], chunks=3, **({"schedule": "1F1B"} | options | along))
         optimizers = optimizers_of(self.pipe)
         reduction = case["reduction"]
         self.step = ab.TrainStep(
@@ -132,10 +129,9 @@ class Piped:
         )
         self.executor = ab.Executor(
             {"train": self.step, "validate": ab.EvalStep(self.pipe, self.outputs)},
-            comm_mode=case.get("mode", "AllReduce" if groups else None),
-            process_group=groups[self.stage] if groups else None,
             timeout=60.0,
             served="replace",
+            **across | ({"comm_mode": case["mode"]} if "mode" in case else {}),
         )
 
     def outputs(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
@@ -155,13 +151,13 @@ class Piped:
         return (x, None) if self.stage == 0 else (None, target)
 
     def train(self, runs: range, rows: int) -> list[float]:
-        found = []
+        losses = []
         for run in runs:
             batch = batch_of(run, rows + run % self.case["accumulate"])
             values = self.executor.run("train", self.shard(batch, run), fetch=["loss"] if run % 2 else None)
             assert list(values) == ["loss"]
-            found.append(values["loss"].item())
-        return found
+            losses.append(values["loss"].item())
+        return losses
 
 
 def compare(piped: Piped, plain: Plain) -> float:
@@ -178,7 +174,6 @@ def compare(piped: Piped, plain: Plain) -> float:
 
 def train(cases: list[dict]) -> float:
     """The largest distance of losses and parameters from the plain loop's."""
-    dist.init_process_group("gloo")
     worst = []
     for case in cases:
         plain, piped = Plain(case), Piped(case)
@@ -204,8 +199,6 @@ def train(cases: list[dict]) -> float:
 
 def go_on(case: dict, path: str, runs: int, seed: int) -> dict:
     """Train and save; or, with another model and another split, go on from there."""
-    if case["data"] * case["pipeline"] > 1:
-        dist.init_process_group("gloo")
     piped = Piped(case, seed=seed)
     with piped.executor as executor:
         if not executor.resume(path):
@@ -222,7 +215,6 @@ def skip(case: dict) -> list[Any]:
 
     One rank is asked to stop; all see it after the same run.
     """
-    dist.init_process_group("gloo")
     plain, piped, stopping = Plain(case), Piped(case), list[bool]()
     with piped.executor as executor:
         for run, spoilt in enumerate([False, True, False]):
@@ -243,7 +235,6 @@ def skip(case: dict) -> list[Any]:
 
 def places(case: dict) -> dict:
     """Where the parameters of this rank's stages live, and what cannot be."""
-    dist.init_process_group("gloo")
     piped = Piped(case)
     column = piped.executor._workers._group
 
@@ -259,14 +250,13 @@ def places(case: dict) -> dict:
     }.items():
         with pytest.raises(ValueError, match=re.escape(words)):
             again(**options)
-    again(comm_mode="Hybrid", routes={"3.bias": "PS", "6.bias": "PS"})  # said on every rank, whosever they are
+    again(comm_mode="Hybrid", routes={"3.bias": "PS", "6.bias": "PS"}, served="replace")  # said on every rank
     piped.pipe.close()
     return homes
 
 
 def mistakes(case: dict) -> None:
     """What a grid refuses, on every rank, and goes on."""
-    dist.init_process_group("gloo")
     piped = Piped(case)
     x, target = batch_of(0, 4)
     executor = piped.executor
@@ -309,24 +299,14 @@ def token_loss(output: Tensor, target: Tensor) -> Tensor:
 
 def weigh_tokens(data: int, pipeline: int) -> float:
     """The largest distance from the plain loop's of losses and parameters, where a loss is a mean over tokens."""
-    if data * pipeline > 1:
-        dist.init_process_group("gloo")
-    row, stage = divmod(dist.get_rank(), pipeline) if dist.is_initialized() else (0, 0)
-    lines = [dist.new_group([d * pipeline + s for s in range(pipeline)]) for d in range(data) if pipeline > 1]
-    columns = [dist.new_group([d * pipeline + s for d in range(data)]) for s in range(pipeline) if data > 1]
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        layers = nn.Embedding(30, 5), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 30)
-        models.append(nn.Sequential(*layers).double())
-    plain, model = models
-    pipe = ab.Pipe(model, [2, 2], chunks=4, schedule="1F1B", **({"process_group": lines[row]} if lines else {}))
+    row, _, across, along = grid_of(data, pipeline)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(30, 5), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 30)).double()
+    pipe = ab.Pipe(copy.deepcopy(plain), [2, 2], chunks=4, schedule="1F1B", **along)
     plain_sgd = torch.optim.SGD(plain.parameters(), lr=1.0)
-    sgd = torch.optim.SGD(pipe.parameters(), lr=1.0)
-    step = ab.TrainStep(pipe, token_loss, sgd, accumulate=2, rows=lambda batch: (batch[1] != PADDING).sum())
+    step = step_of(pipe, loss=token_loss, lr=1.0, accumulate=2, rows=lambda batch: (batch[1] != PADDING).sum())
     worst = []
-    mode = {"comm_mode": "AllReduce", "process_group": columns[stage]} if columns else {"comm_mode": None}
-    with ab.Executor({"train": step}, **mode) as executor, pipe:
+    with ab.Executor({"train": step}, **across) as executor, pipe:
         for run in range(4):
             batches = [padded_batch(run * data + d) for d in range(data)]
             loss = executor.run("train", batches[row])["loss"]
@@ -406,10 +386,25 @@ def test_a_grid_of_pipelines_trains_as_the_plain_loop(
     assert max(in_job(train, data * pipeline, chosen, servers=2 if served else 0)) < 1e-12
 
 
-@pytest.mark.parametrize(("data", "pipeline"), [(1, 1), (1, 2), (2, 1), slow(2, 2)])
-def test_tokens_weigh_microbatches_and_runs_of_padded_batches_across_ranks_and_pipes(data: int, pipeline: int):
-    workers = data * pipeline
-    assert max(in_job(weigh_tokens, workers, data, pipeline) if workers > 1 else [weigh_tokens(1, 1)]) < 1e-12
+@pytest.fixture(scope="module")
+def on_two() -> list[dict[str, Any]]:
+    """What two workers with a server find, in one job."""
+    return in_job(two_workers, 2, case(1, 2, [4, 3], mode="PS"), case(1, 2, [3, 4]), servers=1)
+
+
+def two_workers(served: dict, other: dict) -> dict[str, Any]:
+    tokens = weigh_tokens(1, 2), weigh_tokens(2, 1)
+    return {"tokens": tokens, "places": places(served), "mistakes": mistakes(other), "overflow": overflow()}
+
+
+def test_tokens_weigh_microbatches_and_runs_of_padded_batches(on_two: list[dict[str, Any]]):
+    """In a pipe, across ranks, and on several workers."""
+    assert max(weigh_tokens(1, 1), *(one for rank in on_two for one in rank["tokens"])) < 1e-12
+
+
+@pytest.mark.slow
+def test_tokens_weigh_microbatches_and_runs_of_padded_batches_on_a_grid():
+    assert max(in_job(weigh_tokens, 4, 2, 2)) < 1e-12
 
 
 def test_a_step_with_nan_is_passed_over_and_a_stop_seen_on_servers_and_all_stages():
@@ -437,10 +432,9 @@ class Overflow(nn.Module):
 def overflow() -> tuple[list[bool], str]:
     """Of a step that is not finite on the first stage alone: are parameters as before, and the error."""
     engine.LATE = {"cpu"}  # as on a GPU, where a process alone does not wait
-    dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 5), Overflow(), nn.Linear(5, 5))
-    with ab.Pipe(model, [2, 1], chunks=2, process_group=dist.group.WORLD) as pipe:
+    with ab.Pipe(model, [2, 1], chunks=2, process_group=ab.job().grid(1, 2).pipeline_group) as pipe:
         step = ab.TrainStep(pipe, F.mse_loss, torch.optim.Adam(pipe.parameters(), fused=True), clip_grad_norm=1.0)
         with ab.Executor(step, None, timeout=60.0) as executor:
             executor.run(batch=(torch.ones(4, 5), torch.ones(4, 5)))
@@ -451,14 +445,14 @@ def overflow() -> tuple[list[bool], str]:
             return list(map(torch.equal, before, pipe.parameters())), str(caught.value).partition(" hold")[0]
 
 
-def test_a_step_that_is_not_finite_on_one_stage_updates_no_other() -> None:
-    first, last = in_job(overflow, 2)
+def test_a_step_that_is_not_finite_on_one_stage_updates_no_other(on_two: list[dict[str, Any]]) -> None:
+    first, last = (rank["overflow"] for rank in on_two)
     assert first == [[True, True], "the gradients of 0.weight, 0.bias"]
     assert last == [[True, True], "the gradients of parameters on another rank (or their norm is too large)"]
 
 
-def test_each_stage_has_its_own_parameters_on_the_servers_and_shared_ones_stay_with_the_ranks():
-    first, last = in_job(places, 2, case(1, 2, [4, 3], mode="PS"), servers=1)
+def test_each_stage_has_its_own_parameters_on_the_servers_and_shared_ones_stay_with_the_ranks(on_two):
+    first, last = (rank["places"] for rank in on_two)
     assert first == {
         "0.table.weight": "servers, by row",
         "1.weight": "workers",  # the last layer's, too
@@ -471,20 +465,15 @@ def test_each_stage_has_its_own_parameters_on_the_servers_and_shared_ones_stay_w
 
 RUNS = 3
 """Before saving: one window of three runs."""
-KEPT = {"clip": 0.1, "accumulate": 3}
+WINDOWED = {"clip": 0.1, "accumulate": 3}
 
 
 def unsplit(seed: int, mode: str | None = None, **options: Any) -> ab.Executor:
     """An ordinary step of the unsplit model."""
     model = new_model(seed=seed)
     optimizers = optimizers_of(model)
-    step = ab.TrainStep(
-        model,
-        lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
-        optimizers,
-        scheduler=schedulers_of(optimizers),
-        **options,
-    )
+    loss = lambda model, batch: F.mse_loss(model(batch[0]), batch[1])  # noqa: E731
+    step = ab.TrainStep(model, loss, optimizers, scheduler=schedulers_of(optimizers), **options)
     return ab.Executor({"train": step, "validate": ab.EvalStep(model, lambda model, batch: {})}, mode)
 
 
@@ -492,37 +481,29 @@ def losses_of(executor: ab.Executor, runs: range, accumulate: int = 1) -> list[f
     return [executor.run("train", batch_of(run, 8 + run % accumulate))["loss"].item() for run in runs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
-        (case(1, 2, [3, 4], **KEPT), case(1, 2, [5, 2], schedule="GPipe", **KEPT)),
-        slow(case(2, 2, [2, 5], mode="Hybrid", **KEPT), case(1, 3, [3, 2, 2], mode="Hybrid", **KEPT)),
-        slow(case(2, 2, [3, 4], **KEPT), case(3, 1, [3, 4], **KEPT)),
+        (case(1, 2, [3, 4], **WINDOWED), case(1, 2, [5, 2], schedule="GPipe", **WINDOWED)),
+        (case(2, 2, [2, 5], mode="Hybrid", **WINDOWED), case(1, 3, [3, 2, 2], mode="Hybrid", **WINDOWED)),
+        (case(2, 2, [3, 4], **WINDOWED), case(3, 1, [3, 4], **WINDOWED)),
     ],
     ids=str,
 )
-def test_a_checkpoint_of_one_split_is_loaded_by_another_and_by_the_unsplit_model(
-    saved: dict, loaded: dict, tmp_path: Path
-):
-    expected, found = (
-        in_job(
-            go_on,
-            one["data"] * one["pipeline"],
-            one,
-            str(tmp_path / "run"),
-            RUNS,
-            seed,
-            servers=int("mode" in one),
-        )
-        for one, seed in ((saved, 0), (loaded, 77))
-    )
-    for one in found:
+def test_a_checkpoint_of_one_split_is_loaded_by_another_and_by_none(saved: dict, loaded: dict, tmp_path: Path):
+    def train(case: dict, seed: int) -> list[dict]:
+        size, servers = case["data"] * case["pipeline"], int("mode" in case)
+        return in_job(go_on, size, case, str(tmp_path / "run"), RUNS, seed, servers=servers)
+
+    expected, resumed = train(saved, 0), train(loaded, 77)
+    for one in resumed:
         assert one["losses"] == pytest.approx(expected[0]["losses"], rel=1e-11)
     with unsplit(99, saved.get("mode"), clip_grad_norm=0.1, accumulate=3) as executor:
         executor.load(tmp_path / "run")
         assert losses_of(executor, range(RUNS, RUNS + 4), 3) == pytest.approx(expected[0]["losses"], rel=1e-11)
     if saved["data"] == loaded["data"]:
-        assert found[0]["calls"] == expected[0]["calls"]
+        assert resumed[0]["calls"] == expected[0]["calls"]
 
 
 def test_a_pipe_resumes_from_a_checkpoint_of_the_unsplit_model(tmp_path: Path):
@@ -559,72 +540,52 @@ def test_a_resumed_pipe_draws_on_where_it_was(tmp_path: Path):
         assert (other.seed, other.calls) == (pipe.seed, pipe.calls)
 
 
-def test_a_grid_refuses_unsupported_steps_on_every_rank_and_continues():
-    in_job(mistakes, 2, case(1, 2, [3, 4]))
-
-
 def test_options_that_no_pipe_supports_are_refused(caplog: pytest.LogCaptureFixture):
-    pipe = ab.Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1])
-    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-    with ab.Executor(ab.TrainStep(pipe, F.mse_loss, optimizer), engine="graph") as executor, pipe:
+    pipe, batch = ab.Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1]), (torch.ones(3, 2), torch.ones(3, 2))
+    with ab.Executor(step_of(pipe, loss=F.mse_loss), engine="graph") as executor, pipe:
         assert "its engine is the tape" in caplog.text
-        executor.run(batch=(torch.ones(3, 2), torch.ones(3, 2)))
+        executor.run(batch=batch)
         assert executor.engine() == "tape"
         with pytest.raises(ValueError, match="one number per microbatch"):
-            ab.Executor(ab.TrainStep(pipe, lambda y, t: y, optimizer)).run(batch=(torch.ones(3, 2), torch.ones(3, 2)))
+            ab.Executor(step_of(pipe, loss=lambda y, t: y)).run(batch=batch)
 
 
 def test_a_pipe_inside_the_model_of_a_step_is_not_alone(monkeypatch: pytest.MonkeyPatch):
     """Its gradients are shared as all others; a warning would be an error here."""
     pipe = ab.Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1])
-    model = nn.Sequential(pipe, nn.Linear(2, 1))
-    step = ab.TrainStep(model, lambda model, x: model(x).square().mean(), torch.optim.SGD(model.parameters(), 0.1))
-    with ab.Executor(step) as executor, pipe:
+    with ab.Executor(step_of(nn.Sequential(pipe, nn.Linear(2, 1)))) as executor, pipe:
         monkeypatch.setenv("WORLD_SIZE", "2")
         executor.run(batch=torch.ones(3, 2))
 
 
 def test_a_pipe_that_an_executor_only_evaluates_is_alone_where_a_loop_trains_it(monkeypatch: pytest.MonkeyPatch):
     pipe, x = ab.Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1]), torch.ones(3, 2)
-    with pipe, ab.Executor({"look": ab.EvalStep(pipe, lambda model, x: {"y": model(x)})}) as executor:
+    with pipe, ab.Executor({"look": look_of(pipe)}) as executor:
         monkeypatch.setenv("WORLD_SIZE", "2")
         executor.run("look", batch=x)
         with pytest.warns(UserWarning, match="each worker trains a model of its own"):
             pipe.step(x, x, loss=F.mse_loss)
 
 
-class Dropping(nn.Module):
-    """The code around its cut, inside ``inner``, drops in train mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(5, 5), Drops(), nn.Linear(5, 5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(self.inner(x), 0.5, self.training)
-
-
 class Drops(nn.Module):
-    def __init__(self) -> None:
+    """Drops in train mode, between its layers."""
+
+    def __init__(self, first: nn.Module) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.first, self.second = first, nn.Linear(5, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(F.dropout(self.first(x), 0.5, self.training))
 
 
 def evaluate_between(workers: int, path: str) -> None:
-    model, batch = Dropping(), batch_of(0, 8)[1].float()
-    if workers > 1:
-        dist.init_process_group("gloo")
-    group = {"process_group": dist.group.WORLD} if workers > 1 else {}
-    with ab.Pipe(ab.pipeline.split(model, ["inner.1.second"], example=batch), [1, 1], **group) as pipe:
-        optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
-        steps: dict[str, Any] = {
-            "train": ab.TrainStep(pipe, F.mse_loss, optimizer),
-            "look": ab.EvalStep(pipe, lambda model, batch: {"y": model(batch[0])}),
-        }
-        model.inner[1].training = False
+    """The code around the cut, inside the model and inside its ``first``, drops."""
+    model, batch = Drops(nn.Sequential(nn.Linear(5, 5), Drops(nn.Linear(5, 5)))), batch_of(0, 8)[1].float()
+    _, _, _, along = grid_of(1, workers)
+    with ab.Pipe(ab.pipeline.split(model, ["first.1.second"], example=batch), [1, 1], **along) as pipe:
+        look = ab.EvalStep(pipe, lambda model, batch: {"y": model(batch[0])})
+        steps: dict[str, Any] = {"train": step_of(pipe, loss=F.mse_loss), "look": look}
+        model.first[1].training = False
         before = [module.training for module in model.modules()]
         with ab.Executor(steps) as executor:
             executor.run("train", (batch, batch))
@@ -632,15 +593,13 @@ def evaluate_between(workers: int, path: str) -> None:
             assert [module.training for module in model.modules()] == before
             assert pipe.training
             executor.save(path)
-            model.training, model.inner[1].training = False, True
+            model.training, model.first[1].training = False, True
             executor.load(path)
             assert [module.training for module in model.modules()] == before
 
 
 @pytest.mark.parametrize("workers", [1, slow(2)])
-def test_modules_around_a_cut_have_their_modes_back_after_an_evaluation_and_from_a_checkpoint(
-    workers: int, tmp_path: Path
-):
+def test_modules_around_a_cut_have_their_modes_back(workers: int, tmp_path: Path):
     path = str(tmp_path / "saved")
     if workers > 1:
         in_job(evaluate_between, workers, workers, path)

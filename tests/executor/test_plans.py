@@ -24,7 +24,7 @@ from anabranch.executor.survey import StepSurvey, TableRows, survey_step
 from anabranch.parameter_server import Consistency
 from launched import run
 from plain_loop import mean_square
-from toys import in_job, job_servers
+from toys import in_job, job_servers, step_of
 from waiting import wait_until
 
 
@@ -34,8 +34,7 @@ def test_times_are_of_the_links_and_of_the_slowest_worker(monkeypatch: pytest.Mo
     monkeypatch.setattr(planner, "_measured", lambda *_: (links, surveys, 0))
 
     def planned(model: nn.Module, mode: CommMode, **options: Any) -> Plan:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = {"train": ab.TrainStep(model, lambda model, batch: torch.zeros(()), optimizer, **options)}
+        step = {"train": step_of(model, **options)}
         routes = plan_routes(step, distinct_models(step), mode, None)
         spec = Spec(step, {"": model}, mode, routes, consistency=Consistency.parse("bsp"))  # type: ignore[arg-type]
         return planner.plan_step(spec, None, "train", None, None)
@@ -76,10 +75,6 @@ class Model(nn.Module):
 IDS = torch.tensor([[1, 2], [49, 2], [1, 3], [49, 1]])
 
 
-def step_of(model: nn.Module) -> ab.TrainStep:
-    return ab.TrainStep(model, mean_square, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
 def test_a_survey_leaves_everything_unchanged() -> None:
     model = Model(max_norm=0.1).eval()
     model.head.bias.grad = torch.ones(1)
@@ -104,9 +99,7 @@ def test_a_plan_is_of_the_loaders_next_batch_which_stays_the_next() -> None:
         seen.append(ids.flatten().tolist())
         return mean_square(model, ids)
 
-    model = Model()
-    step = ab.TrainStep(model, noted, torch.optim.SGD(model.parameters(), lr=0.1))
-    with ab.Executor(step, engine="tape", dataloaders={"default": loader}) as executor:
+    with ab.Executor(step_of(Model(), loss=noted), dataloaders={"default": loader}) as executor:
         plan = executor.plan()
         assert {tuple(ids) for ids in seen} == {(0, 1, 2, 3)}
         assert plan.notes == ()
@@ -126,8 +119,7 @@ def test_a_plan_names_experts_and_leaves_them_as_they_are() -> None:
     )
     with ab.ExpertServer([backend]) as server:
         model = nn.Sequential(nn.Linear(4, 4), ab.RemoteExpert("linear.0", server.endpoint))
-        step = ab.TrainStep(model, lambda model, x: model(x).sum(), torch.optim.SGD(model.parameters(), lr=0.1))
-        with ab.Executor(step) as executor:
+        with ab.Executor(step_of(model)) as executor:
             plan = executor.plan(batch=torch.ones(8, 4))
         assert model[1].training
     (row,) = [row for row in plan.rows if row.boundary == "experts"]
@@ -172,10 +164,10 @@ def test_planning_only_reads_live_servers(server: None, mode: Any) -> None:
 
 
 def test_a_step_that_trains_a_pipe_is_refused_with_the_cure() -> None:
-    with ab.Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), [1, 1]) as pipe:
-        step = ab.TrainStep(pipe, F.mse_loss, torch.optim.SGD(pipe.parameters(), lr=0.1))
-        with ab.Executor(step) as executor, pytest.raises(ValueError, match=r"pipe.describe\(\) .*without the Pipe"):
-            executor.plan(batch=(torch.ones(4, 4), torch.ones(4, 1)))
+    pipe = ab.Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), [1, 1])
+    executor = ab.Executor(step_of(pipe, loss=F.mse_loss))
+    with pipe, executor, pytest.raises(ValueError, match=r"pipe.describe\(\) .*without the Pipe"):
+        executor.plan(batch=(torch.ones(4, 4), torch.ones(4, 1)))
 
 
 # Jobs.

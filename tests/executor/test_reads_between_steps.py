@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 import anabranch as ab
 from plain_loop import mean_square
-from toys import Users, job_servers
+from toys import Users, job_servers, step_of
 
 ROWS = 12
 CACHES = [None, ab.Cache(capacity=4), ab.Cache(capacity=ROWS)]
 
 
 class Model(nn.Module):
-    """A table of one kind and a dense layer; ``SGD`` moves rows that were not looked up, too: they decay."""
+    """A table of one kind and a dense layer."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -29,10 +29,6 @@ class Model(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         rows = self.table(ids)
         return self.head(rows if rows.ndim == 2 else rows.sum(1))  # type: ignore[no-any-return]
-
-
-def step_of(model: nn.Module, **options: Any) -> ab.TrainStep:
-    return ab.TrainStep(model, mean_square, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1), **options)
 
 
 BATCHES = [torch.tensor([[0, 5, 5], [3, 1, 0]]), torch.tensor([[5, 2, 7], [1, 1, 9]]), torch.tensor([[3, 3, 2]])]
@@ -58,9 +54,7 @@ def same(found: list[Tensor], wanted: list[Tensor]) -> None:
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("mode", ["PS", "Hybrid"])
 @pytest.mark.parametrize("cache", CACHES, ids=str)
-def test_looks_inside_an_accumulation_window_and_after_a_failed_run_see_the_last_step(
-    mode: str, cache: ab.Cache | None
-) -> None:
+def test_looks_inside_a_window_and_after_a_failed_run_see_the_last_step(mode: str, cache: ab.Cache | None) -> None:
     model, plain, failing = Model("rows"), Model("rows"), [False]
 
     def loss(model: nn.Module, ids: Tensor) -> Tensor:
@@ -69,10 +63,8 @@ def test_looks_inside_an_accumulation_window_and_after_a_failed_run_see_the_last
             raise KeyboardInterrupt
         return value
 
-    def step(model: nn.Module) -> ab.TrainStep:
-        return ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), accumulate=2)
-
-    with ab.Executor(step(model), mode, cache=cache) as executor, ab.Executor(step(plain)) as other:
+    mine, theirs = (step_of(one, loss=loss, accumulate=2) for one in (model, plain))
+    with ab.Executor(mine, mode, cache=cache) as executor, ab.Executor(theirs) as other:
         for ids in BATCHES:
             for one in (executor, other):
                 one.run(batch=ids)
@@ -83,8 +75,12 @@ def test_looks_inside_an_accumulation_window_and_after_a_failed_run_see_the_last
         same(looks(model), looks(plain))
 
 
-def users_step(model: nn.Module, loss: Callable[..., Tensor] = Users.loss) -> ab.TrainStep:
-    return ab.TrainStep(model, loss, torch.optim.SGD(model.head.parameters(), lr=0.1))  # type: ignore[union-attr]
+def users_step(model: Users, loss: Callable[..., Tensor] = Users.loss) -> ab.TrainStep:
+    return ab.TrainStep(model, loss, torch.optim.SGD(model.head.parameters(), lr=0.1))
+
+
+def executor_of(model: Users, **options: Any) -> ab.Executor:
+    return ab.Executor(users_step(model), "Hybrid", **options)
 
 
 TRAINED, UNSEEN = torch.tensor([1, 2, 3, 4]), torch.tensor([101, 102, 103, 104, 105])
@@ -115,45 +111,12 @@ def test_looks_admit_no_ids_and_evict_no_rows(mode: str, cache: ab.Cache | None)
         assert rows_there(executor) == (4, 0)
 
 
-@pytest.mark.parametrize("consistency", ["bsp", "ssp:1", "asp"])
-def test_the_copies_are_read_once_a_step_and_again_where_other_workers_are_missing(
-    consistency: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, steps = nn.Linear(2, 2), list[int | None]()
-    step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
-    with ab.Executor(
-        {"train": step, "look": ab.EvalStep(model, lambda m, x: {"out": m(x)})}, "PS", consistency=consistency
-    ) as executor:
-        remote = executor._remote
-        assert remote is not None
-        pull_many = remote.client.pull_many
-
-        def counted(wanted: Any, **options: Any) -> Any:
-            steps.append(options["step"])
-            return pull_many(wanted, **options)
-
-        monkeypatch.setattr(remote.client, "pull_many", counted)
-        for _ in range(3):
-            executor.run("train", torch.ones(3, 2))
-        merges, waits = consistency == "bsp", consistency == "ssp:1"
-        assert steps == ([1, 2, 3] if merges else [0, 0, 0])  # 0: without waiting for anyone
-        steps.clear()
-        executor.run("look", torch.ones(3, 2))
-        assert steps == ([] if merges else [0])
-        steps.clear()
-        remote._as_of = 1  # as if another worker had been two steps behind when they were read
-        executor.run("train", torch.ones(3, 2))
-        assert steps == [*([3] if waits else []), 4 if merges else 0]
-
-
 # Asking ahead.
 
 
 def test_a_batch_that_is_only_prefetched_admits_and_evicts_nothing() -> None:
     model, data = Users(4), [TRAINED, TRAINED, TRAINED, UNSEEN[:4]]
-    with ab.Executor(
-        users_step(model), "Hybrid", cache=ab.Cache(capacity=ROWS), dataloaders={"default": data}
-    ) as executor:
+    with executor_of(model, cache=ab.Cache(capacity=ROWS), dataloaders={"default": data}) as executor:
         for _ in data[:-1]:
             executor.run()
         assert executor._remote is not None
@@ -216,11 +179,6 @@ def test_ids_that_torch_refuses_are_refused(ids: Tensor, kind: str, moved: bool)
 
 
 # What a table's capacity costs is counted and said: ids that find no room, and rows that leave for others.
-
-
-def executor_of(model: Users, **options: Any) -> ab.Executor:
-    step = ab.TrainStep(model, Users.loss, torch.optim.SGD(model.head.parameters(), lr=0.1))
-    return ab.Executor(step, "Hybrid", **options)
 
 
 def counts(executor: ab.Executor) -> tuple[int, int]:

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import anabranch as ab
 from anabranch.deadline import Deadline
 from anabranch.pipeline import Pipe
 from anabranch.record import spans
 from anabranch.transport import Client, Request, Server, Verb
-from toys import in_job
+from toys import in_job, step_of
 from traces import check_valid
 
-BATCH = {"x": torch.ones(4, 2), "y": torch.zeros(4, 1)}
+BATCH = torch.ones(4, 2)
 
 
-def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return nn.functional.mse_loss(model(batch["x"]), batch["y"])
-
-
-def step_of(model: nn.Module | None = None) -> ab.TrainStep:
-    model = nn.Linear(2, 1) if model is None else model
-    return ab.TrainStep(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
+def executor_of(*mode: Any, engine: Any = "tape") -> ab.Executor:
+    return ab.Executor({"train": step_of(nn.Linear(2, 1))}, *mode, engine=engine)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +30,7 @@ def step_of(model: nn.Module | None = None) -> ab.TrainStep:
 )
 def test_so_many_steps_are_recorded_and_then_none(engine: str, names: list[str], tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    with ab.Executor({"train": step_of()}, engine=engine) as executor:
+    with executor_of(engine=engine) as executor:
         executor.run("train", BATCH)
         executor.run("train", BATCH)  # the graph is there
         executor.trace(path, steps=3)
@@ -53,7 +49,7 @@ def test_so_many_steps_are_recorded_and_then_none(engine: str, names: list[str],
 
 
 def test_an_early_end_writes_the_trace_so_far(tmp_path: Path) -> None:
-    with ab.Executor({"train": step_of()}, engine="tape") as executor:
+    with executor_of() as executor:
         with pytest.raises(KeyError), executor.trace(tmp_path / "block.json"):  # noqa: PT012
             executor.run("train", BATCH)
             raise KeyError
@@ -66,7 +62,7 @@ def test_an_early_end_writes_the_trace_so_far(tmp_path: Path) -> None:
 
 
 def test_wrong_arguments_are_refused_at_the_call(tmp_path: Path) -> None:
-    with ab.Executor({"train": step_of()}) as executor:
+    with executor_of() as executor:
         with pytest.raises(ValueError, match="in a folder that exists"):
             executor.trace(tmp_path / "absent" / "out.json")
         assert not spans.begin()
@@ -83,7 +79,7 @@ def _contains(outer: dict[str, float], inner: dict[str, float]) -> bool:
 
 def test_a_request_contains_its_serving_and_arrows_lead_there_and_back(tmp_path: Path) -> None:
     double = Verb("double", lambda call: call.reply([2 * tensor for tensor in call.tensors]))
-    with Server([double]) as server, Client() as client, ab.Executor({"train": step_of()}, engine="tape") as executor:
+    with Server([double]) as server, Client() as client, executor_of() as executor:
         executor.trace(tmp_path / "out.json", steps=1)
         client.call(Request(server.endpoint, "double", "users", tensors=[torch.ones(5)]), Deadline.after(50.0))
         executor.run("train", BATCH)
@@ -103,10 +99,9 @@ def test_a_request_contains_its_serving_and_arrows_lead_there_and_back(tmp_path:
 def test_stages_of_a_pipe_have_their_actions_and_arrows_for_their_messages(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     pipe = Pipe(model, balance=[1, 1], chunks=2, checkpoint="never")
-    step = ab.TrainStep(pipe, nn.MSELoss(), torch.optim.SGD(pipe.parameters(), lr=0.1))
-    with ab.Executor({"train": step}) as executor:
+    with ab.Executor({"train": step_of(pipe, loss=nn.MSELoss())}) as executor:
         executor.trace(tmp_path / "out.json", steps=1)
-        executor.run("train", (BATCH["x"], BATCH["y"]))
+        executor.run("train", (BATCH, torch.zeros(4, 1)))
     trace = check_valid(tmp_path / "out.json")
     computed = {
         (event["name"], event["args"]["stage"], event["args"]["microbatch"])
@@ -124,7 +119,7 @@ def test_stages_of_a_pipe_have_their_actions_and_arrows_for_their_messages(tmp_p
 def traced_by_two(folder: str) -> list[str]:
     """Both are refused what one of them must not say, and then trace as on machines of their own."""
     rank, said = ab.job().rank, []
-    with pytest.MonkeyPatch.context() as patch, ab.Executor({"train": step_of()}, "AllReduce") as executor:
+    with pytest.MonkeyPatch.context() as patch, executor_of("AllReduce") as executor:
         patch.setattr("anabranch.record.trace.host", lambda: f"host {rank}")
         for steps in ((2, 0), (2, 3)):
             with pytest.raises(ValueError) as caught:  # noqa: PT011

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 import anabranch as ab
 from anabranch.autodiff.moved_parameter import MovedParameter
-from toys import in_job, job_servers
+from toys import in_job, job_servers, step_of
 
 IDS, Y = torch.tensor([[1, 2], [3, 1]]), torch.tensor([1.0, -1.0])
 BATCH = {"ids": IDS, "y": Y}
@@ -37,16 +38,12 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.mse_loss(model(batch["ids"]), batch["y"])
 
 
-def outputs(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {"out": model(batch["ids"])}
+def look_of(model: nn.Module) -> ab.EvalStep:
+    return ab.EvalStep(model, lambda model, batch: {"out": model(batch["ids"])})
 
 
 def executor_of(model: nn.Module, mode: str = "Hybrid", **options: Any) -> ab.Executor:
-    steps = {
-        "train": ab.TrainStep(model, loss, torch.optim.Adam(model.parameters(), lr=0.1)),
-        "look": ab.EvalStep(model, outputs),
-    }
-    return ab.Executor(steps, mode, **options)
+    return ab.Executor({"train": step_of(model, torch.optim.Adam, loss), "look": look_of(model)}, mode, **options)
 
 
 @pytest.fixture
@@ -79,19 +76,14 @@ def test_opening_planning_and_closing_drop_nothing(servers: None) -> None:
 def test_training_planning_and_saving_are_refused_with_table_step_and_cures(servers: None, tmp_path: Path) -> None:
     before = there()
     with executor_of(Model()) as executor:
-        for use in (
-            lambda: executor.run("train", BATCH),
-            lambda: executor.plan("train", BATCH),
-            lambda: executor.save(tmp_path),
-        ):
+        run, plan = (partial(use, "train", BATCH) for use in (executor.run, executor.plan))
+        for use in (run, plan, partial(executor.save, tmp_path)):
             with pytest.raises(ValueError, match=r"item.weight \(step 2\).*resume.*served='adopt'.*served='replace'"):
                 use()
     assert there() == before
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"cache": ab.Cache()}, {"use_sparse_pull": False}], ids=["plain", "cache", "whole"]
-)
+@pytest.mark.parametrize("options", [{}, {"cache": ab.Cache()}, {"use_sparse_pull": False}], ids=str)
 def test_adopt_trains_on_values_and_state_as_if_nothing_had_come_between(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,9 +121,7 @@ def test_replace_begins_anew(servers: None) -> None:
         assert executor.run("train", BATCH)["loss"] == again
 
 
-def test_load_and_a_resume_that_finds_nothing_replace_and_a_load_that_fails_does_not(
-    servers: None, tmp_path: Path
-) -> None:
+def test_load_and_resume_replace_and_a_load_that_fails_does_not(servers: None, tmp_path: Path) -> None:
     before = there()
     with executor_of(Model()) as executor:
         with pytest.raises(ab.CheckpointError):
@@ -172,16 +162,14 @@ def test_evaluations_as_a_graph_before_and_after_the_tables_have_moved_are_the_m
         assert executor.engine("look") == executor.engine("train") == "graph"
 
 
-def test_an_executor_without_a_train_step_changes_nothing_and_does_not_disturb_the_job(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_executor_without_a_train_step_disturbs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with job_servers(1, monkeypatch):
         training = executor_of(Model())
         training.run("train", BATCH)
         model = Model()
         model.user = ab.RemoteEmbedding("user", 6, 2, init=0.5)  # no optimizer is known here
         model.words = ab.RemoteEmbedding("words", None, 2)  # type: ignore[assignment]
-        with ab.Executor(ab.EvalStep(model, outputs), "Hybrid") as looking:
+        with ab.Executor(look_of(model), "Hybrid") as looking:
             for _ in range(2):
                 training.run("train", BATCH)
                 before = there()
@@ -195,24 +183,17 @@ def test_an_executor_without_a_train_step_changes_nothing_and_does_not_disturb_t
         training.close()
 
 
-def test_what_an_executor_has_given_back_the_next_one_of_the_same_model_may_replace(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_was_given_back_the_next_executor_of_the_model_may_replace(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a notebook: the cell that makes the Executor is run again, and that which makes the model is not."""
 
-    def linear(model: nn.Module, **options: Any) -> ab.Executor:
-        step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
-        return ab.Executor(step, "PS", **options)
-
     def train(model: nn.Module, **options: Any) -> Tensor:
-        with linear(model, **options) as executor:
+        with ab.Executor(step_of(model), "PS", **options) as executor:
             return executor.run(batch=torch.ones(3, 2))["loss"]  # type: ignore[no-any-return]
 
     model, other = nn.Linear(2, 1), nn.Sequential(nn.Linear(2, 1))
     with job_servers(1, monkeypatch):
         first = train(model)
-        with linear(model):  # opening drops nothing
-            pass
+        ab.Executor(step_of(model), "PS").close()  # opening drops nothing
         with ab.ParameterClient() as client:
             assert client.steps() == {"weight": 1, "bias": 1}
         train(other)  # under names of its own
@@ -244,7 +225,7 @@ def test_two_open_executors_cannot_train_one_remote_embedding() -> None:
         with pytest.raises(ValueError, match="user is trained by another Executor that is open"):
             executor_of(other)
         before = first.run("look", BATCH)["out"]
-        with ab.Executor(ab.EvalStep(model, outputs), "Hybrid") as looking:
+        with ab.Executor(look_of(model), "Hybrid") as looking:
             assert torch.equal(looking.run(batch=BATCH)["out"], before)
         first.run("train", BATCH)
         assert not torch.equal(first.run("look", BATCH)["out"], before)
@@ -257,9 +238,7 @@ def freezing_later() -> list[str]:
     def train(freeze: Callable[[nn.Sequential], object], **options: Any) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(6, 2), nn.Flatten(), nn.Linear(4, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = ab.TrainStep(model, lambda m, b: m(b).square().mean(), optimizer)
-        with ab.Executor(step, "Hybrid", timeout=60, **options) as executor:
+        with ab.Executor(step_of(model), "Hybrid", timeout=60, **options) as executor:
             freeze(model)
             executor.run(batch=IDS + rank)
 
@@ -270,8 +249,7 @@ def freezing_later() -> list[str]:
         said.append(str(caught.value).partition(" (")[0])
     model = nn.Linear(2, 1)
     model.bias.requires_grad_(False)
-    step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
-    with ab.Executor(step, "PS", consistency="ssp:1") as executor:
+    with ab.Executor(step_of(model), "PS", consistency="ssp:1") as executor:
         executor.run(batch=torch.ones(2 + rank, 2))
         model.bias.requires_grad_(True)
         with pytest.raises(ValueError, match="bias was frozen when the Executor was made"):

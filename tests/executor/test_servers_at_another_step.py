@@ -6,10 +6,13 @@ may come back without some.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -18,52 +21,52 @@ from torch import Tensor, nn
 import anabranch as ab
 from anabranch.parameter_server import ParameterServer
 from plain_loop import mean_square
-from toys import plain_step
+from toys import assert_same, look_of, plain_step, step_of
 
 X = torch.ones(3, 2)
 
 
-def executor_of(
-    clip: float | None, consistency: str, accumulate: int = 1, served: Literal["refuse", "replace"] = "refuse"
-) -> ab.Executor:
+def executor_of(clip: float | None, consistency: str, served: Any = "refuse") -> ab.Executor:
     torch.manual_seed(0)
     model = nn.Linear(2, 2)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    steps = {
-        "train": ab.TrainStep(model, mean_square, optimizer, clip_grad_norm=clip, accumulate=accumulate),
-        "look": ab.EvalStep(model, lambda m, x: {"out": m(x)}),
-    }
+    steps = {"train": step_of(model, torch.optim.Adam, clip_grad_norm=clip), "look": look_of(model)}
     return ab.Executor(steps, "PS", engine="tape", consistency=consistency, served=served)
 
 
-def unanswered(call: Callable[..., Any], error: Exception, *, arrives: bool) -> Callable[..., None]:
+@contextmanager
+def unanswered(executor: ab.Executor, verb: str, error: BaseException, *, arrives: bool) -> Iterator[None]:
+    """Runs of the block whose call ends in the error, which they raise, whether it has arrived or not."""
+    client: Any = executor._remote.client  # type: ignore[union-attr]
+    call = getattr(client, verb)
+
     def ask(*args: Any, **keywords: Any) -> None:
         if arrives:
             call(*args, **keywords)
         raise error
 
-    return ask
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(type(error)):  # noqa: PT012 - the caller's block
+        patch.setattr(client, verb, ask)
+        yield
+
+
+def refused(words: str, *calls: Callable[[], object]) -> None:
+    for call in calls:
+        with pytest.raises(ab.BoundaryError, match=rf"{words}.*executor\.load"):
+            call()
 
 
 @pytest.mark.parametrize(
     ("error", "arrives"), [(ab.DeadlineExceeded("no answer"), True), (ab.PeerLost("gone"), False)], ids=["late", "lost"]
 )
-def test_after_an_unanswered_push_a_checkpoint_is_required(
-    error: Exception, arrives: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_an_unanswered_push_a_checkpoint_is_required(error: Exception, arrives: bool, tmp_path: Path) -> None:
     with executor_of(None, "ssp:0") as executor:
         executor.run("train", X)
         executor.save(tmp_path)
         expected = [executor.run("train", X)["loss"] for _ in range(2)]
-        assert executor._remote is not None
-        client = executor._remote.client
-        with monkeypatch.context() as patch:
-            patch.setattr(client, "push_many", unanswered(client.push_many, error, arrives=arrives))
-            with pytest.raises(type(error)):
-                executor.run("train", X)
-        for go_on in (lambda: executor.run("train", X), lambda: executor.save(tmp_path / "later")):
-            with pytest.raises(ab.BoundaryError, match=r"interrupted or not answered.*executor\.load"):
-                go_on()
+        with unanswered(executor, "push_many", error, arrives=arrives):
+            executor.run("train", X)
+        train, save = partial(executor.run, "train", X), partial(executor.save, tmp_path / "later")
+        refused("interrupted or not answered", train, save)
         executor.load(tmp_path)
         assert [executor.run("train", X)["loss"] for _ in range(2)] == expected
 
@@ -80,20 +83,15 @@ REFUSED = [(ab.Overloaded("full"), ("push_many", clip), False) for clip in (None
 @pytest.mark.parametrize(
     ("error", "verb", "clip", "arrives"), [(error, *verb, arrives) for error, verb, arrives in (*LOST, *REFUSED)]
 )
-def test_a_held_push_that_was_refused_or_not_answered_is_dropped_and_the_next_run_goes_on(
-    error: Exception, verb: str, clip: float | None, arrives: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_held_push_that_was_refused_or_not_answered_is_dropped(
+    error: Exception, verb: str, clip: float | None, arrives: bool
 ) -> None:
     with executor_of(clip, "bsp") as executor, executor_of(clip, "bsp") as undisturbed:
-        assert executor._remote is not None
-        client = executor._remote.client
         for step in range(3):
             if step == 1:
-                with monkeypatch.context() as patch:
-                    patch.setattr(client, verb, unanswered(getattr(client, verb), error, arrives=arrives))
-                    with pytest.raises(type(error)):
-                        executor.run("train", X)
-                look = {name: one.run("look", X)["out"] for name, one in [("it", executor), ("other", undisturbed)]}
-                assert torch.equal(look["it"], look["other"])
+                with unanswered(executor, verb, error, arrives=arrives):
+                    executor.run("train", X)
+                assert torch.equal(executor.run("look", X)["out"], undisturbed.run("look", X)["out"])
             assert executor.run("train", X)["loss"] == undisturbed.run("train", X)["loss"]
 
 
@@ -102,8 +100,7 @@ def failing_step(model: nn.Module, failing: list[bool]) -> ab.TrainStep:
         if failing[0]:
             raise KeyboardInterrupt
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return ab.TrainStep(model, mean_square, optimizer, on_gradients=on_gradients)
+    return step_of(model, on_gradients=on_gradients)
 
 
 def test_after_a_run_that_fails_behind_its_push_a_checkpoint_is_required(tmp_path: Path) -> None:
@@ -116,41 +113,31 @@ def test_after_a_run_that_fails_behind_its_push_a_checkpoint_is_required(tmp_pat
         with pytest.raises(KeyboardInterrupt):
             executor.run(batch=X)
         failing[0] = False
-        for go_on in (lambda: executor.run(batch=X), lambda: executor.save(tmp_path / "later")):
-            with pytest.raises(ab.BoundaryError, match=r"failed behind it.*executor\.load"):
-                go_on()
+        refused("failed behind it", partial(executor.run, batch=X), partial(executor.save, tmp_path / "later"))
         executor.load(tmp_path)
         assert executor.run(batch=X)["loss"] == expected
 
 
 def test_a_run_that_fails_behind_a_held_push_changes_nothing() -> None:
-    torch.manual_seed(0)
-    model, failing = nn.Linear(2, 2), [False]
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model, failing = nn.Linear(2, 2), [True]
+    plain = copy.deepcopy(model)
     with ab.Executor(failing_step(model, failing), "PS", engine="tape") as executor:
-        failing[0] = True
         with pytest.raises(KeyboardInterrupt):
             executor.run(batch=X)
         failing[0] = False
-        assert all(torch.equal(value, before[name]) for name, value in executor.state_dict().items())
+        assert all(torch.equal(value, plain.state_dict()[name]) for name, value in executor.state_dict().items())
         executor.run(batch=X)
-    plain = nn.Linear(2, 2)
-    plain.load_state_dict(before)
     plain_step(plain, mean_square, torch.optim.SGD(plain.parameters(), lr=0.1), X)
-    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in model.state_dict().items())
+    assert_same(model, plain)
 
 
 @pytest.mark.parametrize("verb", ["push_many", "squared_norm"])
-def test_an_executor_with_such_a_push_can_be_closed(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_executor_with_such_a_push_can_be_closed(verb: str) -> None:
     """The servers may hold its gradients for good, so nothing may wait for them."""
     with executor_of(1.0, "bsp") as executor:
         executor.run("train", X)
-        assert executor._remote is not None
-        client = executor._remote.client
-        with monkeypatch.context() as patch:
-            patch.setattr(client, verb, unanswered(getattr(client, verb), ab.DeadlineExceeded("late"), arrives=False))
-            with pytest.raises(ab.DeadlineExceeded):
-                executor.run("train", X)
+        with unanswered(executor, verb, ab.DeadlineExceeded("late"), arrives=False):
+            executor.run("train", X)
 
 
 @pytest.mark.parametrize("consistency", ["bsp", "ssp:1", "asp"])
@@ -174,13 +161,8 @@ def test_after_a_server_lost_pushes_a_checkpoint_is_required(
         server = start()
         with pytest.raises(ab.RolledBack, match="2 pushes of this client are lost"):
             executor.run("train", X)
-        for go_on in (
-            lambda: executor.run("train", X),
-            lambda: executor.run("look", X),
-            lambda: executor.save(tmp_path / "later"),
-        ):
-            with pytest.raises(ab.BoundaryError, match=r"lost pushes of this worker.*executor\.load"):
-                go_on()
+        train, look = (partial(executor.run, step, X) for step in ("train", "look"))
+        refused("lost pushes of this worker", train, look, partial(executor.save, tmp_path / "later"))
         executor.load(tmp_path / "kept")
         assert [executor.run("train", X)["loss"] for _ in range(2)] == expected
     server.__exit__(None, None, None)
@@ -194,12 +176,8 @@ def test_an_executor_whose_servers_were_taken_over_is_refused(tmp_path: Path, mo
         first.run("train", X)
         with executor_of(None, "asp", served="replace") as second:
             second.run("train", X)
-            for go_on in (
-                lambda: first.run("train", X),
-                lambda: first.run("look", X),
-                lambda: first.save(tmp_path),
-                first.close,
-            ):
+            train, look = (partial(first.run, step, X) for step in ("train", "look"))
+            for go_on in (train, look, partial(first.save, tmp_path), first.close):
                 with pytest.raises(ab.SchemaError, match="another client has joined this server as worker 0"):
                     go_on()
             loss = second.run("train", X)["loss"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce as functional_all_reduce
 
 import anabranch as ab
-from toys import distance, in_job, plain_step, plain_window
+from toys import distance, in_job, plain_step, plain_window, step_of
 
 STEPS = 5
 OPTIMIZERS = {
@@ -151,16 +152,10 @@ def with_workers(case: dict, rows: int, rank: int, world: int) -> tuple[dict[str
     )
     losses = []
     steps = {"default": step, "look": ab.EvalStep(model, lambda model, ids: {"rows": model.table(ids)})}
-    cache = ab.Cache(**case["cache"]) if case.get("cache") else None
-    with ab.Executor(
-        steps,
-        case["mode"],
-        engine=case["engine"],
-        cache=cache,
-        use_sparse_pull=case.get("sparse_pull", True),
-        routes=case.get("routes"),
-        served="replace",
-    ) as executor:
+    names = {"engine": "engine", "routes": "routes", "sparse_pull": "use_sparse_pull"}
+    options = {names[name]: value for name, value in case.items() if name in names}
+    options |= {"cache": ab.Cache(**case["cache"])} if "cache" in case else {}
+    with ab.Executor(steps, case["mode"], served="replace", **options) as executor:
         for run in range(STEPS * accumulate):
             whole = batch_of(case, run, rows + run % accumulate)
             count = len(whole["y"])
@@ -297,9 +292,8 @@ def test_a_worker_alone_has_its_servers_in_memory(cases: list[dict[str, object]]
 
 def pipe_of_workers(stages: int) -> float:
     """Train a pipe whose loss sums over the rows of a grid; return its parameters' distance from the plain loop's."""
-    torch.distributed.init_process_group("gloo")
     grid = ab.job().grid(data=2, pipeline=stages)
-    row, sizes = torch.distributed.get_rank() // stages, (7, 4)
+    row, sizes = ab.job().rank // stages, (7, 4)
     part = slice(sum(sizes[:row]), sum(sizes[: row + 1]))
 
     def layers() -> nn.Sequential:
@@ -319,7 +313,7 @@ def pipe_of_workers(stages: int) -> float:
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
     group = {"process_group": grid.pipeline_group} if stages > 1 else {}
     pipe = ab.Pipe(layers(), [2, 1], chunks=1, **group)
-    step = ab.TrainStep(pipe, of_all, torch.optim.SGD(pipe.parameters(), lr=0.5))
+    step = step_of(pipe, loss=of_all, lr=0.5)
     with ab.Executor(step, "AllReduce", process_group=grid.data_group, timeout=60) as executor:
         for number in range(4):
             torch.manual_seed(number)
@@ -330,9 +324,9 @@ def pipe_of_workers(stages: int) -> float:
     return max((value - expected[name]).abs().max().item() for name, value in pipe.named_parameters())
 
 
-@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_loss_of_a_pipe_may_sum_over_the_workers_too(stages: int) -> None:
-    assert max(in_job(pipe_of_workers, 2 * stages, stages)) <= 1e-13
+@pytest.mark.slow
+def test_the_loss_of_a_pipe_across_ranks_may_sum_over_the_workers_too() -> None:
+    assert max(in_job(pipe_of_workers, 4, 2)) <= 1e-13
 
 
 ON_CUDA = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -371,14 +365,13 @@ def loaded(folder: str) -> list[float]:
     rank, alone = ab.job().rank, ab.job().world_size == 1
     torch.manual_seed(0)
     model, sizes = nn.Linear(4, 1).double(), [12] if alone else [3, 9]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         total = model(x).sum()
         total = total if alone else ab.all_reduce(total)
         return model(x).square().mean() + (total / 12).square()  # type: ignore[no-any-return]
 
-    with ab.Executor(ab.TrainStep(model, loss, optimizer)) as executor:
+    with ab.Executor(step_of(model, loss=loss, lr=0.05)) as executor:
         for number in (0, 1, 2, 3):
             if number == 2:
                 if alone:
@@ -389,6 +382,12 @@ def loaded(folder: str) -> list[float]:
     return [value for parameter in model.parameters() for value in parameter.flatten().tolist()]
 
 
-def test_a_state_of_another_number_of_workers_is_loaded_into_an_executor_that_has_run(tmp_path: Path) -> None:
-    expected = loaded(str(tmp_path))
-    assert in_job(loaded, 2, str(tmp_path)) == [pytest.approx(expected, abs=1e-12)] * 2
+def of_two(folder: str) -> list[Any]:
+    return [pipe_of_workers(1), loaded(folder)]
+
+
+def test_the_loss_of_a_pipe_may_sum_over_workers_and_a_state_of_another_number_is_loaded(tmp_path: Path) -> None:
+    expected = pytest.approx(loaded(str(tmp_path)), abs=1e-12)
+    for distance_of_pipe, state in in_job(of_two, 2, str(tmp_path)):
+        assert distance_of_pipe <= 1e-13
+        assert state == expected

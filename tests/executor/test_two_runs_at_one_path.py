@@ -16,13 +16,11 @@ from anabranch import checkpoint
 from anabranch.checkpoint import reading
 from anabranch.job import JOB_VARIABLE
 from anabranch.testing import faults
-from toys import in_job
+from toys import in_job, step_of
 
 
 def executor(**options: Any) -> ab.Executor:
-    model = nn.Linear(2, 1)
-    step = ab.TrainStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
-    return ab.Executor(step, **options)
+    return ab.Executor(step_of(nn.Linear(2, 1)), **options)
 
 
 def run(target: ab.Executor, times: int = 1) -> None:

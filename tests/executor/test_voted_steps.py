@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anabranch as ab
+import toys
 from anabranch.deadline import Deadline
 from anabranch.parameter_server.messages import ReleaseMessage
 from toys import in_job, job_servers, plain_step, run_in_job
 from waiting import wait_until
 
 ROWS, FATAL = 24, 3
+SIZE = 3 * ROWS * 4  # numbers of the tables, which are the last
 POINTS = ("half pushed", "pushed", "voted", "updated", "half told", "told")
 
 
@@ -48,8 +51,8 @@ def batch_of(step: int, rank: int, world: int) -> dict[str, Tensor]:
 
 
 def step_of(model: Model, clip: float | None = 0.5) -> ab.TrainStep:
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05, weight_decay=0.01)
-    return ab.TrainStep(model, loss, optimizer, clip_grad_norm=clip)
+    adam = partial(torch.optim.Adam, weight_decay=0.01)
+    return toys.step_of(model, adam, loss, lr=0.05, clip_grad_norm=clip)
 
 
 def numbers(state: dict[str, Tensor]) -> list[float]:
@@ -73,7 +76,9 @@ def die_at(point: str, executor: ab.Executor) -> None:
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def around(owner: Any, name: str, before: Callable[..., object], after: Callable[..., object]) -> None:
+    def nothing(*_: object) -> None: ...
+
+    def around(owner: Any, name: str, before: Callable[..., object], after: Callable[..., object] = nothing) -> None:
         call = getattr(owner, name)
 
         def instead(*arguments: Any, **options: Any) -> Any:
@@ -84,32 +89,24 @@ def die_at(point: str, executor: ab.Executor) -> None:
 
         setattr(owner, name, instead)
 
-    def nothing(*_: object) -> None: ...
-
     def half(requests: Sequence[Any], *_: object) -> None:
         if requests and requests[0].verb == "push":
             client._client.call(requests[0], Deadline.after(30.0))
             die()
 
-    def tell_one() -> None:
-        client._uninformed = {1}
-
-    def die_when_turn_for() -> None:
+    def tell(*_: object) -> None:
+        if point == "half told":
+            client._uninformed = {1}
+        client.tell()
         client.steps()  # each shard takes a word before the request that follows it
         die()
 
     if point == "half pushed":
-        around(client.calls, "outcomes", half, nothing)
-    elif point == "pushed":
-        around(part, "vote", die, nothing)
-    elif point == "voted":
-        around(part, "vote", nothing, die)
-    elif point == "updated":
-        around(part, "decide", die, nothing)
-    elif point == "half told":
-        around(part, "decide", nothing, lambda scale: (tell_one(), client.tell(), die_when_turn_for()))
+        around(client.calls, "outcomes", half)
+    elif point in ("pushed", "voted"):
+        around(part, "vote", *((die,) if point == "pushed" else (nothing, die)))
     else:
-        around(part, "decide", nothing, lambda scale: (client.tell(), die_when_turn_for()))
+        around(part, "decide", *((die,) if point == "updated" else (nothing, tell)))
 
 
 def lose_one(mode: str, point: str) -> dict[str, object]:
@@ -145,18 +142,14 @@ def test_what_run_has_returned_for_is_on_all_servers_whenever_a_worker_dies(
         for server in servers:
             assert server._shard._job is not None
             assert server._shard._job.applied == survivor["done"]
-        with ab.Executor(step_of(Model()), "PS", served="adopt") as after:
-            after._remote.open()  # type: ignore[union-attr]
-            tables = {name: value for name, value in after.state_dict().items() if name.startswith("tables")}
-        assert numbers(tables) == numbers_of_tables(survivor["model"])
+        assert tables_there("PS") == pytest.approx(survivor["model"][-SIZE:], rel=0, abs=1e-12)
 
 
-def numbers_of_tables(model: list[float]) -> Any:
-    names = sorted(Model().state_dict())
-    sizes = [Model().state_dict()[name].numel() for name in names]
-    parts = torch.tensor(model, dtype=torch.float64).split(sizes)
-    found = [part for name, part in zip(names, parts, strict=True) if name.startswith("tables")]
-    return pytest.approx(torch.cat(found).tolist(), rel=0, abs=1e-12)
+def tables_there(mode: str) -> list[float]:
+    """The numbers of the tables, of which the servers' are taken over."""
+    with ab.Executor(step_of(Model()), mode, served="adopt") as executor:
+        executor._remote.open()  # type: ignore[union-attr]
+        return numbers(executor.state_dict())[-SIZE:]
 
 
 def die_together(mode: str) -> None:
@@ -179,11 +172,7 @@ def test_a_job_that_takes_over_what_servers_hold_applies_what_one_has_heard_of(
         jobs = [server._shard._job for server in servers]
         assert [job.applied for job in jobs if job is not None] == [FATAL, FATAL]
         assert [max(job.released) for job in jobs if job is not None] == [FATAL, FATAL + 1]
-        model = Model()
-        with ab.Executor(step_of(model), mode, served="adopt") as executor:
-            executor._remote.open()  # type: ignore[union-attr]
-            tables = [value for name, value in sorted(executor.state_dict().items()) if name.startswith("tables")]
-            assert torch.cat(tables).flatten().tolist() == numbers_of_tables(list(plainly(FATAL + 1).expected))
+        assert tables_there(mode) == pytest.approx(plainly(FATAL + 1).expected[-SIZE:], rel=0, abs=1e-12)
 
 
 def refuse_one(mode: str) -> list[object]:
@@ -214,14 +203,6 @@ def refuse_next(calls: Any) -> None:
     calls.outcomes = refused
 
 
-@pytest.mark.parametrize("mode", ["PS", pytest.param("Hybrid", marks=pytest.mark.slow)])
-def test_a_push_that_one_shard_refuses_is_raised_on_all_workers_and_applied_nowhere(mode: str) -> None:
-    (mine, steps, state), (theirs, *_) = in_job(refuse_one, 2, mode, servers=2)
-    assert theirs == ["this shard is full"]
-    assert mine == ["this shard is full; this was the push of rank 1, and nothing was applied"]
-    assert (steps, state) == (3, plainly(3))
-
-
 def test_a_worker_tells_each_shard_once_that_nothing_else_has_turn_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dense parameters are read after the step, which tells it; shards with rows alone get a word of their own."""
     words = []
@@ -234,9 +215,7 @@ def test_a_worker_tells_each_shard_once_that_nothing_else_has_turn_for(monkeypat
                 release(message, client)
 
             monkeypatch.setattr(server._shard, "release", heard)
-        model = nn.Embedding(10, 2)
-        step = ab.TrainStep(model, lambda m, x: m(x).square().sum(), torch.optim.SGD(model.parameters(), lr=0.1))
-        with ab.Executor(step, "Hybrid") as executor:
+        with ab.Executor(toys.step_of(nn.Embedding(10, 2)), "Hybrid") as executor:
             executor.run(batch=torch.arange(4))
             executor._remote.client.steps()  # type: ignore[union-attr]
     assert words == [1, 1]
@@ -280,7 +259,8 @@ def test_when_one_worker_stops_the_others_halt_after_exactly_k_steps(tmp_path: P
 def close_early(path: str) -> int:
     """Rank 1 makes three steps and closes; its process stays until rank 0 has made ten."""
     rank, over = ab.job().rank, Path(path) / "over"
-    with ab.Executor(step_of(Model(), None), "PS", consistency="ssp:2", timeout=50.0) as executor:
+    options = {"consistency": "ssp:2", "timeout": 50.0, "served": "replace"}
+    with ab.Executor(step_of(Model(), None), "PS", **options) as executor:  # type: ignore[arg-type]
         for step in range(3 if rank else 10):
             executor.run(batch=batch_of(step, rank, 2))
     if rank == 0:
@@ -289,8 +269,20 @@ def close_early(path: str) -> int:
     return executor.step
 
 
-def test_a_worker_that_has_closed_is_not_waited_for(tmp_path: Path) -> None:
-    assert in_job(close_early, 2, str(tmp_path), servers=2) == [10, 3]
+def refuse_and_close(mode: str, path: str) -> list[Any]:
+    return [refuse_one(mode), close_early(path)]
+
+
+@pytest.mark.parametrize("mode", ["PS", pytest.param("Hybrid", marks=pytest.mark.slow)])
+def test_a_push_that_one_shard_refuses_is_applied_nowhere_and_who_has_closed_is_not_waited_for(
+    mode: str, tmp_path: Path
+) -> None:
+    """All workers are told of the push."""
+    (mine, ten), (theirs, three) = in_job(refuse_and_close, 2, mode, str(tmp_path), servers=2)
+    refused = "this shard is full"
+    assert theirs[0] == [refused]
+    assert mine == [[f"{refused}; this was the push of rank 1, and nothing was applied"], 3, plainly(3)]
+    assert [ten, three] == [10, 3]
 
 
 # Stopped, and resumed elsewhere.

@@ -18,7 +18,7 @@ from anabranch.executor.loaders.batches import Batches
 from anabranch.executor.loaders.loading import ENDED, BoundLoader
 from anabranch.executor.randomness import random_state, same_random_state
 from anabranch.loaders import GlobalBatches
-from toys import in_job
+from toys import in_job, step_of
 
 COUNT, BATCH = 23, 5  # the last batch has 3 samples: fewer than four workers
 
@@ -30,14 +30,16 @@ def workers_of(size: int, **options: Any) -> list[BoundLoader]:
     return [bound(rank) for rank in range(size)]
 
 
-def steps_of(workers: list[BoundLoader], most: int = 1000) -> list[list[int]]:
-    """The samples of each step of the epoch, of all workers together."""
+def steps_of(workers: list[BoundLoader], count: int) -> list[list[int]]:
+    """The samples of each step, of all workers together, over as many epochs as it takes."""
     steps: list[list[int]] = []
-    while len(steps) < most:
+    while len(steps) < count:
         batches = [worker.next_batch() for worker in workers]
         if all(batch is ENDED for batch in batches):
-            break
-        steps.append(sorted(i for batch in batches if isinstance(batch, Tensor) for i in numbers(batch)))
+            for worker in workers:
+                worker.start_epoch()
+        else:
+            steps.append(sorted(i for batch in batches if isinstance(batch, Tensor) for i in numbers(batch)))
     return steps
 
 
@@ -45,20 +47,17 @@ def steps_of(workers: list[BoundLoader], most: int = 1000) -> list[list[int]]:
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize("processes", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_number_of_workers_takes_the_same_steps(shuffle: bool, drop_last: bool, processes: int) -> None:
-    epochs = []
+    length, samples = (4, 20) if drop_last else (5, COUNT)
+    runs = []
     for size in (1, 2, 3, 4):
         workers = workers_of(size, shuffle=shuffle, drop_last=drop_last, seed=7, num_workers=processes)
-        assert {worker.length() for worker in workers} == {4 if drop_last else 5}
-        epochs.append([])
-        for _ in range(3):
-            epochs[-1].append(steps_of(workers))
-            for worker in workers:
-                worker.start_epoch()
-    assert epochs == [epochs[0]] * 4
-    for steps in epochs[0]:
-        samples = [sample for step in steps for sample in step]
-        assert len(set(samples)) == len(samples) == (20 if drop_last else COUNT)
-    assert (epochs[0][0] != epochs[0][1]) == shuffle
+        assert {worker.length() for worker in workers} == {length}
+        runs.append(steps_of(workers, 3 * length))
+    assert runs == [runs[0]] * 4
+    first, second, third = (runs[0][begin : begin + length] for begin in range(0, 3 * length, length))
+    for epoch in (first, second, third):
+        assert len(set(itertools.chain(*epoch))) == sum(map(len, epoch)) == samples
+    assert (first != second) == shuffle
 
 
 @pytest.mark.parametrize("before", [1, 2, 4])
@@ -68,24 +67,13 @@ def test_every_number_of_workers_takes_the_same_steps(shuffle: bool, drop_last: 
 def test_another_number_of_workers_goes_on_within_an_epoch(
     before: int, after: int, taken: int, options: dict[str, Any]
 ) -> None:
-    def epochs(workers: list[BoundLoader], steps: int) -> list[list[int]]:
-        done: list[list[int]] = []
-        while len(done) < steps:
-            more = steps_of(workers, steps - len(done))
-            done += more
-            if len(done) < steps:
-                for worker in workers:
-                    worker.start_epoch()
-        return done
-
-    expected = epochs(workers_of(1, **options), 12)
-    first = workers_of(before, **options)
-    assert epochs(first, taken) == expected[:taken]
+    expected = steps_of(workers_of(1, **options), 12)
+    first, second = workers_of(before, **options), workers_of(after, **options)
+    assert steps_of(first, taken) == expected[:taken]
     states = [worker.state() for worker in first]
-    second = workers_of(after, **options)
     for worker in second:
         worker.restore(states)
-    assert epochs(second, 12 - taken) == expected[taken:]
+    assert steps_of(second, 12 - taken) == expected[taken:]
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
@@ -138,23 +126,20 @@ def test_a_script_that_sets_the_epochs_itself_has_the_last_word_on_all_workers()
     for number in (0, 1, 5, 2):
         for loader in loaders:
             loader.set_epoch(number)
-        assert steps_of(bound) == [sorted(numbers(batch)) for batch in order_of(number, 9, 4)]
-        for one in bound:
-            one.start_epoch()
-    assert steps_of(bound) == [sorted(numbers(batch)) for batch in order_of(3, 9, 4)]  # behind 2, if it sets none
+        assert steps_of(bound, 3) == order_of(number)
+    assert steps_of(bound, 3) == order_of(3)  # behind 2, if it sets none
 
 
-def order_of(epoch: int, count: int = COUNT, batch: int = BATCH) -> GlobalBatches:
-    loader = GlobalBatches(range(count), batch)
+def order_of(epoch: int) -> list[list[int]]:
+    loader = GlobalBatches(range(9), 4)
     loader.set_epoch(epoch)
-    return loader
+    return [sorted(numbers(batch)) for batch in loader]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_another_batch_size_goes_on_at_the_same_sample(drop_last: bool) -> None:
     first = BoundLoader(GlobalBatches(range(COUNT), 5, shuffle=False))
-    for _ in range(2):
-        first.next_batch()
+    steps_of([first], 2)
     again = BoundLoader(GlobalBatches(range(COUNT), 4, shuffle=False, drop_last=drop_last))
     again.restore([first.state()])
     assert again.left() == (3 if drop_last else 4)
@@ -206,9 +191,8 @@ def test_a_position_in_another_order_is_refused(options: dict[str, Any]) -> None
 
 def test_workers_that_do_not_wait_for_each_other_resume_only_in_the_same_number() -> None:
     first = workers_of(2)
-    first[0].next_batch()
-    first[0].next_batch()
-    first[1].next_batch()
+    for worker in (first[0], *first):
+        worker.next_batch()
     states = [worker.state() for worker in first]
     with pytest.raises(CheckpointError, match="not wait for each other, and this job has 3; load with 2 workers"):
         workers_of(3)[0].restore(states)
@@ -230,20 +214,24 @@ class Endless(IterableDataset[int]):
         return itertools.count()
 
 
-def test_mistakes_are_named() -> None:
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"batch_size": 0}, ValueError, "batch_size is at least 1, got 0"),
+        ({"seed": 1.5}, TypeError, "seed is a whole number, got 1.5"),
+        *(({name: None}, TypeError, f"{name} is not taken") for name in ("sampler", "batch_sampler", "generator")),
+        ({"in_order": False}, ValueError, "in_order=False has no position"),
+        ({"dataset": Endless()}, TypeError, "a Endless has no order of its own"),
+    ],
+)
+def test_mistakes_are_named(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        GlobalBatches(**{"dataset": range(9), "batch_size": 2, **options})
+
+
+def test_fewer_samples_in_a_batch_than_workers_are_refused() -> None:
     with pytest.raises(ValueError, match="batch_size=2 is of all 3 workers"):
         BoundLoader(GlobalBatches(range(9), 2), worker=lambda: (0, 3))
-    with pytest.raises(ValueError, match="batch_size is at least 1, got 0"):
-        GlobalBatches(range(9), 0)
-    with pytest.raises(TypeError, match="seed is a whole number, got 1.5"):
-        GlobalBatches(range(9), 2, seed=1.5)  # type: ignore[arg-type]
-    for name in ("sampler", "batch_sampler", "generator"):
-        with pytest.raises(TypeError, match=f"{name} is not taken"):
-            GlobalBatches(range(9), 2, **{name: None})
-    with pytest.raises(ValueError, match="in_order=False has no position"):
-        GlobalBatches(range(9), 2, in_order=False)
-    with pytest.raises(TypeError, match="a Endless has no order of its own"):
-        GlobalBatches(Endless(), 2)
 
 
 OPTIONS = [{}, {"shuffle": False, "drop_last": True}, {"drop_last": True, "num_workers": 1}]
@@ -257,8 +245,7 @@ def trained(path: str, runs: int) -> list[list[float]]:
     for number, options in enumerate(OPTIONS):
         torch.manual_seed(0)
         model = nn.Linear(4, 1).double()
-        adam = torch.optim.Adam(model.parameters(), lr=0.1)
-        step = ab.TrainStep(model, lambda m, b: (m(b[0]) - b[1]).square().mean(), adam)
+        step = step_of(model, torch.optim.Adam, lambda m, b: (m(b[0]) - b[1]).square().mean())
         with ab.Executor(step, dataloaders={"default": GlobalBatches(data, BATCH, **options)}) as executor:  # type: ignore[arg-type]
             executor.resume(f"{path}/{number}")
             for _ in range(runs):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,22 +16,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if importlib.util.find_spec("tqdm") is not None:
     importlib.import_module("tqdm").tqdm.monitor_interval = 0  # no thread that outlives a test
 
-PACKAGES = (
-    "accelerate",
-    "diffusers",
-    "lightning",
-    "lion_pytorch",
-    "pandas",
-    "peft",
-    "prodigyopt",
-    "pyarrow",
-    "pytorch_optimizer",
-    "schedulefree",
-    "timm",
-    "torch_geometric",
-    "torchvision",
-    "transformers",
-)
+GROUPS = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["dependency-groups"]
+PACKAGES = [name.replace("-", "_") for name in GROUPS["models"]]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

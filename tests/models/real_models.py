@@ -12,15 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plain_loop import Build, TrainingCase, nothing
-
-MODELS: dict[str, Build] = {}
-OPTIMIZERS: dict[str, Build] = {}
-
-
-def real(function: Build) -> Build:
-    MODELS[function.__name__] = function
-    return function
+from plain_loop import Build, TrainingCase, mean_square, nothing
 
 
 @functools.cache
@@ -109,60 +101,28 @@ def pictures(i: int, size: int = 16, rows: int = 3) -> Tensor:
     return torch.randn(rows, 3, size, size, generator=torch.Generator().manual_seed(i))
 
 
-@real
-def hf_gpt2(patch: pytest.MonkeyPatch) -> TrainingCase:
-    return of(gpt2(), own_loss, padded)
-
-
-@real
-def hf_gpt2_gradient_checkpointing(patch: pytest.MonkeyPatch) -> TrainingCase:
+def checkpointed() -> Any:
     model = gpt2()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return of(model, own_loss, padded)
+    return model
 
 
-@real
-def hf_gpt2_lengths_change(patch: pytest.MonkeyPatch) -> TrainingCase:
-    def batch(i: int) -> dict[str, Tensor]:
-        ids = tokens(i, length=6 + i % 3)
-        return {"input_ids": ids, "labels": ids}
-
-    return of(gpt2(), own_loss, batch)
-
-
-@real
-def hf_llama(patch: pytest.MonkeyPatch) -> TrainingCase:
-    return of(llama(), own_loss, padded)
-
-
-@real
-def hf_bert(patch: pytest.MonkeyPatch) -> TrainingCase:
-    return of(bert(), own_loss, padded)
-
-
-@real
-def hf_t5(patch: pytest.MonkeyPatch) -> TrainingCase:
-    return of(t5(), own_loss, padded)
-
-
-@real
-def hf_mixtral(patch: pytest.MonkeyPatch) -> TrainingCase:
+def mixtral() -> Any:
     sizes = SMALL | TOWER | {"num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
-    return of(transformer("MixtralForCausalLM", "MixtralConfig", output_router_logits=True, **sizes), own_loss, padded)
+    return transformer("MixtralForCausalLM", "MixtralConfig", output_router_logits=True, **sizes)
 
 
-@real
-def peft_lora(patch: pytest.MonkeyPatch) -> TrainingCase:
+def of_some_length(i: int) -> dict[str, Tensor]:
+    ids = tokens(i, length=6 + i % 3)
+    return {"input_ids": ids, "labels": ids}
+
+
+def lora() -> Any:
     peft = load("peft")
+    options = {"r": 2, "target_modules": ["c_attn"], "lora_dropout": 0.1, "fan_in_fan_out": True}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = peft.get_peft_model(
-            gpt2(),
-            peft.LoraConfig(
-                r=2, target_modules=["c_attn"], lora_dropout=0.1, task_type="CAUSAL_LM", fan_in_fan_out=True
-            ),
-        )
-    return of(model, own_loss, padded)
+        return peft.get_peft_model(gpt2(), peft.LoraConfig(task_type="CAUSAL_LM", **options))
 
 
 # Pictures.
@@ -180,39 +140,28 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
 
 
-@real
-def torchvision_resnet(patch: pytest.MonkeyPatch) -> TrainingCase:
-    resnet = load("torchvision.models.resnet")
-    model = resnet.ResNet(resnet.Bottleneck, [1, 1, 1, 1], num_classes=4, width_per_group=8)
+def resnet() -> TrainingCase:
+    resnets = load("torchvision.models.resnet")
+    model = resnets.ResNet(resnets.Bottleneck, [1, 1, 1, 1], num_classes=4, width_per_group=8)
     return of(model, classified, labelled, optimizer=momentum(model))
 
 
-@real
-def timm_vit_with_drop_path(patch: pytest.MonkeyPatch) -> TrainingCase:
-    model = load("timm.models.vision_transformer").VisionTransformer(
+def vision_transformer() -> Any:
+    return load("timm.models.vision_transformer").VisionTransformer(
         img_size=16, patch_size=8, embed_dim=16, depth=3, num_heads=2, num_classes=4, drop_path_rate=0.3, drop_rate=0.1
     )
-    return of(model, classified, lambda i: labelled(i, 16))
 
 
-@real
-def diffusers_unet(patch: pytest.MonkeyPatch) -> TrainingCase:
-    diffusers = load("diffusers")
-    model = diffusers.UNet2DModel(
-        sample_size=8,
-        block_out_channels=(8, 16),
-        layers_per_block=1,
-        norm_num_groups=4,
-        attention_head_dim=4,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-    )
+def unet() -> TrainingCase:
+    blocks = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
+    sizes = {"sample_size": 8, "block_out_channels": (8, 16), "layers_per_block": 1}
+    model = load("diffusers").UNet2DModel(**sizes, **blocks, norm_num_groups=4, attention_head_dim=4)
     schedule = torch.linspace(0.99, 0.1, 10)
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         noise, time = torch.randn_like(x), torch.randint(0, 10, (len(x),))
-        kept = schedule[time][:, None, None, None]
-        return F.mse_loss(model(kept.sqrt() * x + (1 - kept).sqrt() * noise, time).sample, noise)
+        share = schedule[time][:, None, None, None]
+        return F.mse_loss(model(share.sqrt() * x + (1 - share).sqrt() * noise, time).sample, noise)
 
     return of(model, loss, lambda i: pictures(i, 8))
 
@@ -223,10 +172,10 @@ def diffusers_unet(patch: pytest.MonkeyPatch) -> TrainingCase:
 class Language(nn.Module):
     """A recurrent language model."""
 
-    def __init__(self, kind: type[nn.Module], **keywords: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.table, self.head = nn.Embedding(50, 8), nn.Linear(12, 50)
-        self.net = kind(8, 12, num_layers=2, batch_first=True, dropout=0.1, **keywords)
+        self.net = nn.LSTM(8, 12, num_layers=2, batch_first=True, dropout=0.1)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.net(self.table(ids))[0])  # type: ignore[no-any-return]
@@ -236,20 +185,13 @@ def next_token(model: nn.Module, ids: Tensor) -> Tensor:
     return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
 
-@real
-def lstm(patch: pytest.MonkeyPatch) -> TrainingCase:
-    return of(Language(nn.LSTM), next_token, tokens, clip=0.5)
-
-
-@real
-def packed_lstm(patch: pytest.MonkeyPatch) -> TrainingCase:
-    model = nn.LSTM(4, 6, batch_first=True)
-
+def packed_lstm() -> TrainingCase:
     def loss(model: nn.Module, batch: Any) -> Any:
         packed = nn.utils.rnn.pack_padded_sequence(batch["x"], batch["lengths"], batch_first=True, enforce_sorted=False)
         return model(packed)[0].data.square().mean()
 
-    return of(model, loss, lambda i: {"x": torch.ones(2, 5, 4) * i, "lengths": torch.tensor([5, 2 + i % 3])})
+    batch = lambda i: {"x": torch.ones(2, 5, 4) * i, "lengths": torch.tensor([5, 2 + i % 3])}  # noqa: E731
+    return of(nn.LSTM(4, 6, batch_first=True), loss, batch)
 
 
 def graph_net() -> Any:
@@ -281,54 +223,59 @@ def node_loss(model: nn.Module, data: Any) -> Tensor:
     return F.cross_entropy(model(data), data.y)
 
 
-@real
-def geometric_gcn(patch: pytest.MonkeyPatch) -> TrainingCase:
-    return of(graph_net(), node_loss, data_of, rows=lambda data: 5.0)
+MODELS: dict[str, Build] = {
+    "hf_gpt2": lambda patch: of(gpt2(), own_loss, padded),
+    "hf_gpt2_gradient_checkpointing": lambda patch: of(checkpointed(), own_loss, padded),
+    "hf_gpt2_lengths_change": lambda patch: of(gpt2(), own_loss, of_some_length),
+    "hf_llama": lambda patch: of(llama(), own_loss, padded),
+    "hf_bert": lambda patch: of(bert(), own_loss, padded),
+    "hf_t5": lambda patch: of(t5(), own_loss, padded),
+    "hf_mixtral": lambda patch: of(mixtral(), own_loss, padded),
+    "peft_lora": lambda patch: of(lora(), own_loss, padded),
+    "torchvision_resnet": lambda patch: resnet(),
+    "timm_vit_with_drop_path": lambda patch: of(vision_transformer(), classified, lambda i: labelled(i, 16)),
+    "diffusers_unet": lambda patch: unet(),
+    "lstm": lambda patch: of(Language(), next_token, tokens, clip=0.5),
+    "packed_lstm": lambda patch: packed_lstm(),
+    "geometric_gcn": lambda patch: of(graph_net(), node_loss, data_of, rows=lambda data: 5.0),
+}
 
 
 # Optimizers.
 
 
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def by(model: nn.Module, optimizer: Any) -> TrainingCase:
+    return of(model, mean_square, lambda i: torch.linspace(-1, 1, 12).reshape(3, 4) + 0.1 * i, optimizer=optimizer)
+
+
 def _third_party(module: str, name: str, **keywords: Any) -> Build:
     def build(patch: pytest.MonkeyPatch) -> TrainingCase:
+        model = perceptron()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            make = getattr(load(module), name)
-            model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
-            if keywords.pop("named", False):
-                optimizer = make(model.named_parameters(), **keywords)
-            else:
-                optimizer = make(list(model.parameters()), **keywords)
+            optimizer = getattr(load(module), name)(list(model.parameters()), **keywords)
         if hasattr(optimizer, "train"):
             optimizer.train()
-        return of(
-            model,
-            lambda m, x: m(x).square().mean(),
-            lambda i: torch.linspace(-1, 1, 12).reshape(3, 4) + 0.1 * i,
-            optimizer=optimizer,
-        )
+        return by(model, optimizer)
 
     return build
 
 
-OPTIMIZERS |= {
+def muon(patch: pytest.MonkeyPatch) -> TrainingCase:
+    model = perceptron()
+    matrices, rest = ([p for p in model.parameters() if (p.ndim == 2) == two] for two in (True, False))
+    return by(model, [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(rest, lr=0.01)])
+
+
+OPTIMIZERS: dict[str, Build] = {
     "schedulefree_AdamW": _third_party("schedulefree", "AdamWScheduleFree", lr=0.01, warmup_steps=3),
     "lion_pytorch_Lion": _third_party("lion_pytorch", "Lion", lr=0.01, weight_decay=0.1),
     "prodigyopt_Prodigy": _third_party("prodigyopt", "Prodigy", lr=1.0),
     "transformers_Adafactor": _third_party("transformers.optimization", "Adafactor"),
     "pytorch_optimizer_Lamb": _third_party("pytorch_optimizer", "Lamb", lr=0.01),
+    "torch_Muon": muon,
 }
-
-
-def torch_muon(patch: pytest.MonkeyPatch) -> TrainingCase:
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
-    matrices, rest = [p for p in model.parameters() if p.ndim == 2], [p for p in model.parameters() if p.ndim != 2]
-    return of(
-        model,
-        lambda m, x: m(x).square().mean(),
-        lambda i: torch.linspace(-1, 1, 12).reshape(3, 4) + 0.1 * i,
-        optimizer=[torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(rest, lr=0.01)],
-    )
-
-
-OPTIMIZERS["torch_Muon"] = torch_muon

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
-from numbers import Integral
-from typing import Any
+from typing import Any, SupportsIndex
 from weakref import proxy
 
 import numpy as np
@@ -72,19 +72,14 @@ class GlobalBatches:
                 f"GlobalBatches takes samples by their numbers, so the dataset has __len__ and __getitem__; a "
                 f"{type(dataset).__name__} has no order of its own to share out"
             )
-        if taken := sorted({"sampler", "batch_sampler", "generator"} & dataloader.keys()):
-            raise TypeError(f"GlobalBatches itself decides the order: {taken[0]} is not taken; use shuffle= and seed=")
+        if own := sorted({"sampler", "batch_sampler", "generator"} & dataloader.keys()):
+            raise TypeError(f"GlobalBatches itself decides the order: {own[0]} is not taken; use shuffle= and seed=")
         if not dataloader.get("in_order", True):
             raise ValueError("in_order=False has no position to resume from; leave it out")
-        for name, number, least in (("batch_size", batch_size, 1), ("seed", seed, 0)):
-            if isinstance(number, bool) or not isinstance(number, Integral):
-                raise TypeError(f"{name} is a whole number, got {number!r}")
-            if number < least:
-                raise ValueError(f"{name} is at least {least}, got {number}")
-        self.dataset, self.batch_size, self.num_workers = dataset, int(batch_size), num_workers
-        self.drop_last = bool(drop_last)
-        self.shuffle, self.seed = bool(shuffle), int(seed)
-        self._options = {"num_workers": num_workers, "collate_fn": collate_fn, **dataloader}
+        self.dataset, self.num_workers = dataset, num_workers
+        self.batch_size, self.seed = whole("batch_size", batch_size, 1), whole("seed", seed, 0)
+        self.drop_last, self.shuffle = bool(drop_last), bool(shuffle)
+        self.options = {"num_workers": num_workers, "collate_fn": collate_fn, **dataloader}
         self.epoch = 0
         self.asked = 0, 0  # how often the script has set it, and to what
         self._loaded: Mapping[str, Any] | None = None  # the position at which the next iteration begins
@@ -93,8 +88,7 @@ class GlobalBatches:
 
     def reader(self, worker: Callable[[], tuple[int, int]]) -> Reader:
         """Return what reads the epochs as the worker, of that many, that ``worker`` returns."""
-        options = {**self._options, "generator": torch.Generator()}
-        return Reader(self, worker, options)
+        return Reader(self, worker)
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch, the same on all workers."""
@@ -140,15 +134,13 @@ class GlobalBatches:
 
     def position(self, epoch: int, samples: int) -> dict[str, Any]:
         """Return a position as ``state_dict`` does."""
-        return {"epoch": epoch, "samples": samples, **self._facts()}
-
-    def _facts(self) -> dict[str, Any]:
-        return {"seed": self.seed, "shuffle": self.shuffle, "length": len(self.dataset)}
+        order = {"seed": self.seed, "shuffle": self.shuffle, "length": len(self.dataset)}
+        return {"epoch": epoch, "samples": samples, **order}
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise ``CheckpointError`` if ``state`` is a position in another order."""
-        for name, here in self._facts().items():
-            if state.get(name) != here:
+        for name, here in self.position(0, 0).items():
+            if name not in ("epoch", "samples") and state.get(name) != here:
                 raise CheckpointError(
                     f"the checkpoint's GlobalBatches has {name}={state.get(name)!r}, but this one has {here!r}: its "
                     "samples are in another order; load with the data and the arguments that were saved"
@@ -176,12 +168,11 @@ class Reader:
         samples: samples of its order that were handed out, to all workers together.
     """
 
-    def __init__(
-        self, batches: GlobalBatches, worker: Callable[[], tuple[int, int]], options: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, batches: GlobalBatches, worker: Callable[[], tuple[int, int]]) -> None:
         self._batches, self._worker = batches, worker
-        self._generator: torch.Generator = options["generator"]  # of the loading processes' seeds
-        self._loader = DataLoader(batches.dataset, batch_sampler=_Indices(self), **options)
+        self._generator = torch.Generator()  # of the loading processes' seeds
+        options = {"batch_sampler": _Indices(self), "generator": self._generator, **batches.options}
+        self._loader = DataLoader(batches.dataset, **options)
         self._at = self._workers()
         self.start(0, 0)
 
@@ -268,9 +259,17 @@ class _Indices:
         indices: Iterator[list[int]] = self._reader.indices()
         return indices
 
-    def __len__(self) -> int:
-        return int(self._reader.left())
-
 
 def _of_job() -> tuple[int, int]:
     return job().rank, job().world_size
+
+
+def whole(name: str, number: SupportsIndex, least: int) -> int:
+    """Return a whole number of at least ``least``; an error names what is none."""
+    try:
+        value = operator.index(number)
+    except TypeError:
+        raise TypeError(f"{name} is a whole number, got {number!r}") from None
+    if value < least:
+        raise ValueError(f"{name} is at least {least}, got {value}")
+    return value

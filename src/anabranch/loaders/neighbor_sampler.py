@@ -8,9 +8,8 @@ W. Hamilton, R. Ying, J. Leskovec, "Inductive Representation Learning on Large G
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.errors import CheckpointError
+from anabranch.loaders.global_batches import whole
 
 __all__ = ["NeighborSampler", "SampledNodes"]
 
@@ -90,21 +90,19 @@ class NeighborSampler:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        self._indptr, self._indices = _ints("indptr", indptr), _ints("indices", indices)
-        _check_graph(self._indptr, self._indices)
-        nodes = len(self._indptr) - 1
-        self._seeds = np.arange(nodes) if seeds is None else _ints("seeds", seeds)
-        _check_inside("seeds", self._seeds, nodes)
+        self._indptr = _ints("indptr", indptr)
+        nodes, edges = len(self._indptr) - 1, len(indices)
+        if nodes < 0 or self._indptr[0] != 0 or (np.diff(self._indptr) < 0).any() or self._indptr[-1] != edges:
+            shown = f"{self._indptr[:3].tolist()} ... {self._indptr[-1:].tolist()}"
+            raise ValueError(f"indptr begins with 0, never falls and ends with {edges}, the indices; got {shown}")
+        self._indices = _ids("indices", indices, nodes)
+        self._seeds = np.arange(nodes) if seeds is None else _ids("seeds", seeds, nodes)
         if len(np.unique(self._seeds)) != len(self._seeds):
             raise ValueError("seeds contains a node twice; give each once")
         hops = _ints("fanouts", fanouts)
-        if not ((hops > 0) | (hops == -1)).all():
-            raise ValueError(f"fanouts are numbers of neighbours, each at least 1, or -1 for all, got {fanouts!r}")
-        if not len(hops):
-            raise ValueError("fanouts is empty; give the number of neighbours of each hop")
-        self._batch_size, self._seed = _whole("batch_size", batch_size), _whole("seed", seed)
-        if self._batch_size < 1:
-            raise ValueError(f"batch_size is a number of seeds, at least 1, got {batch_size!r}")
+        if not len(hops) or not ((hops > 0) | (hops == -1)).all():
+            raise ValueError(f"fanouts are neighbours of each hop, at least 1, or -1 for all, got {fanouts!r}")
+        self._batch_size, self._seed = whole("batch_size", batch_size, 1), whole("seed", seed, 0)
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is from 0 to below world_size={world_size}, got {rank!r}")
         self._fanouts: list[int] = hops.tolist()
@@ -120,7 +118,7 @@ class NeighborSampler:
         if not len(self):
             return
         epoch, first = divmod(self._batches, len(self))
-        order = np.random.default_rng([self._seed % 2**64, epoch]).permutation(self._seeds)
+        order = np.random.default_rng([self._seed, epoch]).permutation(self._seeds)
         for number in range(first, len(self)):
             seeds = order[number * self._batch_size : (number + 1) * self._batch_size]
             self._batches += 1
@@ -133,29 +131,30 @@ class NeighborSampler:
             seeds: ids of nodes, each once.
             key: any whole number.
         """
-        begun = _ints("seeds", seeds)
-        _check_inside("seeds", begun, len(self._indptr) - 1)
+        begun = _ids("seeds", seeds, len(self._indptr) - 1)
         nodes, blocks = begun, []
         for hop, fanout in enumerate(self._fanouts):
-            counts, found = self._neighbours(nodes, fanout, _mixed(np.uint64(key % 2**64), self._seed, hop))
-            known = nodes
-            nodes = np.concatenate([known, np.setdiff1d(found, known)])
-            indptr = np.concatenate([[0], np.cumsum(counts)])
-            blocks.append((torch.from_numpy(indptr), torch.from_numpy(_places(nodes, found))))
+            keys = np.random.SeedSequence([key % 2**64, self._seed, hop])
+            draws = keys.generate_state(max(fanout, 0), np.uint64).astype(np.uint64)
+            counts, neighbours = self._neighbours(nodes, draws)
+            nodes = np.concatenate([nodes, np.setdiff1d(neighbours, nodes)])
+            indptr, order = np.concatenate([[0], np.cumsum(counts)]), np.argsort(nodes)
+            places = order[np.searchsorted(nodes[order], neighbours)]
+            blocks.append((torch.from_numpy(indptr), torch.from_numpy(places)))
         return SampledNodes(torch.from_numpy(begun), torch.from_numpy(nodes), tuple(blocks))
 
-    def _neighbours(self, nodes: _Ints, fanout: int, key: np.uint64) -> tuple[_Ints, _Ints]:
-        """Return how many neighbours each node shows, and which, one node's after another's."""
+    def _neighbours(self, nodes: _Ints, draws: _Bits) -> tuple[_Ints, _Ints]:
+        """Return how many neighbours each node shows, and which, one node's after another's; all without ``draws``."""
         first = self._indptr[nodes]
         degrees = self._indptr[nodes + 1] - first
-        counts = degrees if fanout == -1 else np.minimum(degrees, fanout)
+        counts = np.minimum(degrees, len(draws)) if len(draws) else degrees
         starts = np.cumsum(counts) - counts
         slots = np.arange(int(counts.sum())) - np.repeat(starts, counts)
         chosen = slots + np.repeat(first, counts)
         many = np.flatnonzero(degrees > counts)
         if len(many):
-            where = starts[many][:, None] + np.arange(fanout)
-            chosen[where] = first[many][:, None] + _subsets(degrees[many], fanout, nodes[many], key)
+            where = starts[many][:, None] + np.arange(len(draws))
+            chosen[where] = first[many][:, None] + _subsets(degrees[many], nodes[many], draws)
         return counts, self._indices[chosen]
 
     def state_dict(self) -> dict[str, int]:
@@ -169,50 +168,26 @@ class NeighborSampler:
         self._batches = state["batches"]
 
 
-def _subsets(sizes: _Ints, count: int, nodes: _Ints, key: np.uint64) -> _Ints:
-    """Return ``count`` different numbers below each of ``sizes``, every such set with the same chance.
+def _subsets(sizes: _Ints, nodes: _Ints, draws: _Bits) -> _Ints:
+    """Return as many different numbers as ``draws`` below each of ``sizes``, every such set with the same chance.
 
     R. Floyd's algorithm, for all rows at once. J. Bentley, R. Floyd, "A Sample of Brilliance", 1987.
     """
-    found = np.empty((len(sizes), count), np.int64)
-    for k in range(count):
-        top = sizes - count + k
-        drawn = (_hashed(nodes.astype(np.uint64), key + np.uint64(k)) % (top + 1).astype(np.uint64)).astype(np.int64)
-        taken = (found[:, :k] == drawn[:, None]).any(1)
-        found[:, k] = np.where(taken, top, drawn)
-    return found
+    subsets = np.empty((len(sizes), len(draws)), np.int64)
+    for k, draw in enumerate(draws):
+        top = sizes - len(draws) + k
+        drawn = (_hashed(nodes, draw) % (top + 1).astype(np.uint64)).astype(np.int64)
+        taken = (subsets[:, :k] == drawn[:, None]).any(1)
+        subsets[:, k] = np.where(taken, top, drawn)
+    return subsets
 
 
-def _hashed(values: _Bits, key: np.uint64) -> _Bits:
-    """Return 64 bits for each value and a key (the finisher of SplitMix64, twice)."""
-    with np.errstate(over="ignore"):
-        return _scrambled(_scrambled(values) ^ (key * np.uint64(0x9E3779B97F4A7C15)))
-
-
-def _scrambled(bits: _Bits) -> _Bits:
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+def _hashed(nodes: _Ints, draw: np.uint64) -> _Bits:
+    """Return 64 bits for each node in a draw (the finisher of SplitMix64)."""
+    bits = nodes.astype(np.uint64) ^ draw
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
     return bits ^ (bits >> np.uint64(31))
-
-
-def _mixed(*numbers: Any) -> np.uint64:
-    mixed = np.zeros(1, np.uint64)
-    for number in numbers:
-        mixed = _hashed(mixed + np.uint64(int(number) % 2**64), np.uint64(1))
-    return np.uint64(mixed[0])
-
-
-def _places(nodes: _Ints, wanted: _Ints) -> _Ints:
-    """Return the place of each of ``wanted`` among distinct ``nodes``."""
-    order = np.argsort(nodes)
-    return order[np.searchsorted(nodes[order], wanted)]
-
-
-def _whole(name: str, value: SupportsIndex) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} is a whole number, got {value!r}") from None
 
 
 def _ints(name: str, values: Any) -> _Ints:
@@ -222,15 +197,8 @@ def _ints(name: str, values: Any) -> _Ints:
     return array.astype(np.int64)
 
 
-def _check_graph(indptr: _Ints, indices: _Ints) -> None:
-    if not len(indptr) or indptr[0] != 0 or (np.diff(indptr) < 0).any() or indptr[-1] != len(indices):
-        raise ValueError(
-            f"indptr begins with 0, never falls and ends with the number of indices, {len(indices)}; got "
-            f"{indptr[:3].tolist()} ... {indptr[-1:].tolist()}"
-        )
-    _check_inside("indices", indices, len(indptr) - 1)
-
-
-def _check_inside(name: str, ids: _Ints, nodes: int) -> None:
+def _ids(name: str, values: Any, nodes: int) -> _Ints:
+    ids = _ints(name, values)
     if ids.size and not 0 <= ids.min() <= ids.max() < nodes:
         raise ValueError(f"{name} are ids of {nodes} nodes, 0 to {nodes - 1}; got {ids.min()} to {ids.max()}")
+    return ids
