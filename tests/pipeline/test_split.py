@@ -289,6 +289,12 @@ def in_a_view(model: nn.Module, x: Tensor) -> Tensor:
 FORWARD = r"test_split.py:\d+ \(forward\)"
 
 
+def with_a_seed(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(torch.initial_seed() + 1)
+        return x * torch.rand(4)
+
+
 def unseen(model: nn.Module, x: Tensor) -> Tensor:
     with torch._C.DisableTorchFunction():
         y = x * 2
@@ -297,7 +303,7 @@ def unseen(model: nn.Module, x: Tensor) -> Tensor:
 
 AT_A_CALL = r"\(.*test_split.py:\d+ \(with_\w+\)\)"
 LINE = r"test_split.py:\d+ \(<lambda>\)"
-SEEDS = rf"{FORWARD}\) seeds PyTorch's generator between its modules.*glue="
+SEEDS = r"seeds PyTorch's generator between its modules.*glue="
 IN_PLACE = r"test_split.py:\d+ .* in place .*glue="
 BETWEEN: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], str]] = {
     "a branch by values": (lambda m, x: x if x.sum() > 0 else -x, f"{LINE} depends on the values of a tensor"),
@@ -318,6 +324,7 @@ BETWEEN: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], str]] = {
     "functional_call": (with_other_parameters, rf"'c' {AT_A_CALL} sets its attribute 'weight'.*glue="),
     "an attribute of a layer for one call": (with_an_attribute, rf"'c' {AT_A_CALL} sets its attribute 'scale'"),
     "a seed": (lambda m, x: torch.manual_seed(1) and x * torch.rand(4), SEEDS),
+    "a seed put back": (with_a_seed, SEEDS),
     "a generator's state": (lambda m, x: torch.set_rng_state(STATE) or x, SEEDS),
     "a buffer in a closure": (lambda m, x: m.tick() * x, IN_PLACE),
     "a module in a closure": (lambda m, x: m.norm(x), IN_PLACE),

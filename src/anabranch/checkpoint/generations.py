@@ -84,7 +84,8 @@ def remove_generations(directory: Path, generations: Iterable[int]) -> None:
     doomed = set(generations)
     for name, generation in generations_in(names_in(directory)).items():
         if generation in doomed:
-            (directory / name).unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError, IsADirectoryError):  # a folder is not ours to remove
+                (directory / name).unlink()
             fault_point("checkpoint.removed")
 
 

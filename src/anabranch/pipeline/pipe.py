@@ -90,8 +90,9 @@ class StepResult:
 
     @cached_property
     def output(self) -> Structure:
-        outputs, self._outputs = self._outputs, []
-        return self._join(outputs) if outputs else None
+        joined = self._join(self._outputs) if self._outputs else None
+        self._outputs = []  # not before: what cannot be joined is an error each time
+        return joined
 
 
 class Pipe(nn.Module):

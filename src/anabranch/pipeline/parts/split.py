@@ -145,16 +145,17 @@ class SplitSource:
     # Assignment to parts.
 
     def _assign(self, example: _Inputs | None) -> None:
-        program = None if example is None else self._trace([signature_of(*example)])[0]
-        uses: Uses = {} if program is None else program.uses()
+        programs = [] if example is None else self._in_both_modes(signature_of(*example))
+        uses: Uses = {}
+        for name, parts in (pair for program in programs for pair in program.uses().items()):
+            uses[name] = list(dict.fromkeys([*uses.get(name, []), *parts]))
         modules = {path: parts for path, parts in uses.items() if isinstance(path, str)}
         for path, parts in modules.items():
             around = next((other for other in modules if other != path and is_within(path, other)), None)
             if around is not None and set(parts) <= set(modules[around]):
                 continue  # it comes with that one
             if has_state(self.model.get_submodule(path)) and (around is not None or len(parts) > 1):
-                assert program is not None
-                code = [one for part in program.parts for one in part if one.target == path]
+                code = [one for program in programs for part in program.parts for one in part if one.target == path]
                 places = ", ".join(dict.fromkeys(one.place for one in code))
                 raise CaptureError(
                     f"{path!r} is called by the parts {parts} ({places}), but "
@@ -170,6 +171,20 @@ class SplitSource:
 
     def _owns(self, part: int, path: str) -> bool:
         return any(is_within(path, unit) for unit in self.units[part])
+
+    def _in_both_modes(self, signature: Signature) -> list[PartProgram]:
+        """Return the programs of training and of evaluation, which may call other modules."""
+        modes = [(module, module.training) for module in self.model.modules()]
+        try:
+            programs = []
+            for mode in (True, False):
+                for module, _ in modes:
+                    module.training = mode
+                programs += self._trace([signature])
+            return programs
+        finally:
+            for module, mode in modes:
+                module.training = mode
 
     def _assign_the_rest(self, *, by_name: bool) -> None:
         """Assign modules that the example did not reach to the part of those before them, and tensors, which several

@@ -171,6 +171,7 @@ class _Recorder(TorchFunctionMode):
         self._states: dict[str, tuple[object, ...]] = {}
         self._alive: list[object] = []
         self._places: dict[int, str] = {}
+        self._seed = torch.initial_seed()
 
     def run(self, signatures: Sequence[Signature]) -> list[PartProgram]:
         """Return the programs: of one copy of the model, which a run that is not refused leaves as it is."""
@@ -317,6 +318,7 @@ class _Recorder(TorchFunctionMode):
                 raise
             finally:
                 self._guess, self.fake.is_in_module = None, False
+                self.fake.put_versions_back()
         raise AssertionError("the second guess returns or raises")
 
     # The code.
@@ -345,6 +347,8 @@ class _Recorder(TorchFunctionMode):
                 return func(torch.full(tensor.shape, self._guess, dtype=tensor.dtype, device="cpu"))
 
     def _record(self, target: str | Callable[..., object], run: _Run, arguments: object) -> object:
+        if torch.initial_seed() != self._seed:  # here, too: torch.random.fork_rng puts it back
+            raise _drawn(_place(), "seeds PyTorch's generator")
         by_module = isinstance(target, str)
         with _DisableTorchFunction():  # reading a tensor's facts is no call of the code's
             place = _place()
@@ -416,6 +420,7 @@ class _WithoutMemory(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.is_in_module = False
+        self._versions: dict[int, tuple[Tensor, int]] = {}
 
     def __torch_dispatch__(
         self, func: _Function, types: Sequence[type], args: Sequence[object] = (), kwargs: _Named = None
@@ -430,8 +435,16 @@ class _WithoutMemory(FakeTensorMode):  # type: ignore[no-untyped-call]
                         f"{_place()} changes a tensor in place that is no parameter or buffer read from its module, "
                         f"but an attribute, a global variable or in a closure; make it a buffer read there, or {_GLUE}"
                     )
+                if not tensor.is_inference():
+                    self._versions.setdefault(id(tensor), (tensor, tensor._version))
                 args, kwargs = tree_map_only(Tensor, self._twin, (args, kwargs))
         return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[arg-type]
+
+    def put_versions_back(self) -> None:
+        """After a module: what it changed in place was a twin, and a backward asks the real one for its version."""
+        for tensor, version in self._versions.values():
+            torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+        self._versions.clear()
 
     def _twin(self, tensor: Tensor) -> Tensor:
         return tensor if isinstance(tensor, FakeTensor) else self.fake_tensor_converter.from_real_tensor(self, tensor)
@@ -705,10 +718,12 @@ def _none_drawn_elsewhere(model: nn.Module) -> Iterator[None]:
             torch.set_rng_state(state)
     if seeded or _generators() != before:
         what = "seeds PyTorch's generator" if seeded else "draws random numbers from Python's or NumPy's generator"
-        raise CaptureError(
-            f"the model ({_forward_of(model)}) {what} between its modules, which its parts could not repeat; do it "
-            "inside a module, draw with torch.rand, or give the code of the parts as glue="
-        )
+        raise _drawn(f"the model ({_forward_of(model)})", what)
+
+
+def _drawn(where: str, what: str) -> CaptureError:
+    cure = f"do it inside a module, draw with torch.rand, or {_GLUE}"
+    return CaptureError(f"{where} {what} between its modules, which its parts could not repeat; {cure}")
 
 
 def _generators() -> tuple[object, object]:

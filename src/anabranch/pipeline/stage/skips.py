@@ -21,12 +21,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from torch import nn
 
 from anabranch.errors import SkipError
 from anabranch.tensors import Structure
+
+_NO_YIELD = "ab.pop(name) only requests the value; write value = yield ab.pop(name)"
 
 _Module = TypeVar("_Module", bound=nn.Module)
 _ModuleClass = TypeVar("_ModuleClass", bound=type[nn.Module])
@@ -85,7 +87,18 @@ class pop:  # noqa: N801
     @classmethod
     def __torch_function__(cls, *_: object) -> None:
         """Refuse to be used in place of the value: its ``yield`` was forgotten."""
-        raise RuntimeError("ab.pop(name) only requests the value; write value = yield ab.pop(name)")
+        raise RuntimeError(_NO_YIELD)
+
+    if not TYPE_CHECKING:  # which refuses all of these itself
+
+        def __getattr__(self, name: str) -> None:
+            raise AttributeError(name if name.startswith("__") else _NO_YIELD)  # copy and pickle try special methods
+
+        def __add__(self, *_: object) -> None:
+            raise RuntimeError(_NO_YIELD)
+
+        __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __add__
+        __matmul__ = __pow__ = __neg__ = __getitem__ = __iter__ = __add__
 
 
 @dataclass(frozen=True, slots=True)
