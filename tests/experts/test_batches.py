@@ -6,6 +6,7 @@ import copy
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import ExitStack, contextmanager
@@ -27,7 +28,7 @@ from anabranch.testing import FakeClock, LossyTransport, MemoryTransport
 from anabranch.transport import Client, Outcome, Request, RequestHeader, pack
 from anabranch.transport.frame import Hello, encode
 from networks import CountingTransport
-from waiting import running, wait_until
+from waiting import join, running, wait_until
 
 Settled = Sequence[Tensor | None] | BaseException
 
@@ -676,3 +677,45 @@ def test_forwards_of_a_thread_that_is_interrupted_are_sent_by_others(
     lost = [PeerLost] * 2 if backward else [Tensor] * 2
     assert sorted(map(type, outcomes[1:]), key=str) == sorted([*lost, Stop], key=str)
     assert isinstance(outcomes[0], type(None) if backward else Tensor)
+
+
+def test_a_request_whose_thread_has_the_turn_is_taken_along_by_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose patience ends just then would take it, and its thread would not know of that."""
+    turn, made, entered = threading.Lock(), lines._Line, Counter[threading.Thread]()
+    impatient, ready, taken = threading.Event(), threading.Event(), threading.Event()
+
+    class Steps:
+        lock = threading.Lock()
+
+        def __enter__(self) -> None:
+            me = threading.current_thread()
+            entered[me] += 1
+            if me is not main and entered[me] == 3:
+                impatient.set()
+                assert ready.wait(60.0)
+            self.lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self.lock.release()
+            me = threading.current_thread()
+            if me is main and entered[me] == 2:
+                ready.set()
+                assert taken.wait(60.0)
+            elif me is not main and entered[me] == 3:
+                taken.set()
+
+    main, other = threading.current_thread(), list[Tensor]()
+    with served(expert_of(nn.Identity())) as server:
+        caller = RemoteExpert("ffn.0", server.endpoint)
+        caller(torch.ones(1, 4))
+        turn.acquire()
+        monkeypatch.setattr(lines, "_Line", lambda: made(turn=turn))
+        monkeypatch.setattr(lines, "_MOMENT", 0.0)
+        monkeypatch.setattr(lines, "_lock", Steps())
+        thread = threading.Thread(target=lambda: other.append(caller(2 * torch.ones(1, 4))))
+        thread.start()
+        assert impatient.wait(60.0)
+        turn.release()
+        assert caller(torch.ones(1, 4)).tolist() == [[1.0] * 4]
+        join(thread)
+    assert other[0].tolist() == [[2.0] * 4]

@@ -491,3 +491,12 @@ def test_hundreds_of_tables_are_described_counted_saved_loaded_and_dropped(tmp_p
         assert client.statistics()[0].tables == {}
         client.load(tmp_path / "kept")
         assert torch.equal(client.sparse_pull(names[-1], torch.arange(4)), rows)
+
+
+def test_a_table_is_the_same_whose_numbers_are_written_as_integers() -> None:
+    rule = RowOptimizer.from_factory(functools.partial(torch.optim.SGD, lr=1.0))
+    with ParameterClient() as one:
+        one.init_table(TableSpec("t", 4, 2, initial=Normal(0, 1)), rule)
+        one.init_table(TableSpec("t", 4, 2, initial=Normal(0.0, 1.0)), rule)
+        with pytest.raises(SchemaError, match="here, not"):
+            one.init_table(TableSpec("t", 4, 2, initial=Normal(0.0, 2.0)), rule)

@@ -510,7 +510,7 @@ def test_a_record_that_cannot_be_done_again_does_not_keep_a_shard_from_starting(
     """It was not acknowledged, for it could not be done the first time either; nor was one that lacked memory."""
     beyond = PushMessage([PushPart("t", 1)], [dict(SGD.to_dict(), beta2=2.0)])
     wide = TableSpec("wide", None, 1 << 28)
-    ids = torch.arange(1 << 13)  # rows of a GiB each, so no machine has the address space for all
+    ids = torch.arange(1 << 18)  # rows of a GiB each, so no machine has the address space for all
     start = logged(
         tmp_path,
         MADE,

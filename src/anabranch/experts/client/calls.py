@@ -561,12 +561,12 @@ def gather(client: Client, requests: Sequence[CallRequest], deadline: Deadline) 
                 one.tensors, one.done = [tensor.cpu() for tensor in one.tensors], first.done
         with _lock:
             line.waiting += requests
-            if my_turn and len(line.waiting) == 1:
-                batch, line.waiting = line.waiting, []
+            if my_turn:  # at once: another whose patience has ended would take these along, and nobody waits for that
+                batch = _take(line, first)
         if not my_turn:
             my_turn = line.turn.acquire(timeout=min(_MOMENT, deadline.remaining()))
-        with _lock:
-            batch = batch or _take(line, first)
+            with _lock:
+                batch = _take(line, first)
         if len(batch) == 1:
             (first.outcome,) = client.gather([request_of(batch)], first.deadline)
         elif batch:
@@ -603,7 +603,7 @@ def _taken_along(client: Client, one: CallRequest) -> Outcome:
     """Return the outcome of a request that left with those of another thread."""
     assert one.done is not None
     peer, operation = one.call.endpoint, f"{one.verb} {one.call.uid}"
-    while not one.done.wait(timeout=min(LONGEST_SLEEP, one.deadline.remaining())):
+    while not one.done.wait(timeout=min(LONGEST_SLEEP, one.deadline.remaining())) and one.outcome is None:
         if one.deadline.expired():
             return one.deadline.error(peer=peer, operation=operation)
     if one.outcome is None and one.verb == wire.FORWARD:  # that thread was interrupted, and this may be done twice

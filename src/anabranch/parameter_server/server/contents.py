@@ -98,8 +98,8 @@ class ShardContents:
         name, holder = message.name, self.tables.get(message.name) or self.dense.get(message.name)
         if holder is None:
             return False
-        here = str(holder.spec) if isinstance(holder, Table) else _dense_form([holder.value])
-        new = _dense_form(tensors) if message.table is None else str(TableSpec.from_dict(message.table))
+        here = holder.spec if isinstance(holder, Table) else _dense_form([holder.value])
+        new = _dense_form(tensors) if message.table is None else TableSpec.from_dict(message.table)
         if new != here:
             raise SchemaError(f"{name} is {here} here, not {new}")
         if not holder.rule.same_layout(RowOptimizer.from_dict(message.rule)):

@@ -393,7 +393,7 @@ def shard_directory(checkpoint_dir: Path, shard: int, shards: int) -> Path:
     Raises:
         CheckpointError: there is state of another number of shards, and none of this number.
     """
-    there = sorted(path.name for path in checkpoint_dir.glob("shard-*-of-*") if _holds_changes(path))
+    there = sorted(path.name for path in checkpoint_dir.glob("shard-*-of-*[0-9]") if _holds_changes(path))
     counts = dict.fromkeys(name.rpartition("-")[2] for name in there)
     if there and str(shards) not in counts:
         raise CheckpointError(
