@@ -239,6 +239,29 @@ def test_a_parameter_added_to_a_second_group_is_refused() -> None:
     assert "is in two parameter groups" in check(build, "graph").refusal
 
 
+class Accumulating(torch.optim.SGD):
+    """Clears gradients every second time."""
+
+    calls = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.calls += 1
+        if self.calls % 2:
+            super().zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_zero_grad_that_leaves_gradients_is_refused(accumulate: int) -> None:
+    model = linear()
+    step = ab.TrainStep(model, mean_square, Accumulating(model.parameters(), lr=0.1), accumulate=accumulate)
+    with ab.Executor(step) as executor:
+        for _ in range(accumulate):
+            executor.run(batch=torch.ones(2, 4))
+        model.weight.grad = torch.ones_like(model.weight)
+        with pytest.raises(ValueError, match="zero_grad of an optimizer leaves gradients"):
+            executor.run(batch=torch.ones(2, 4))
+
+
 def test_a_step_is_fixed_once_it_is_made() -> None:
     """The tape read some attributes anew in each step, which graphs had taken up: they could not both be right."""
     model = linear()

@@ -210,6 +210,27 @@ def test_a_scheduler_goes_back_behind_a_late_step_with_all_that_it_has_and_chang
     assert scheduler.groups[0] is mine.param_groups[0]
 
 
+class WithParameters(ExponentialLR):
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.parameters = [*optimizer.param_groups[0]["params"]]
+        super().__init__(optimizer, 0.9)
+
+
+@pytest.mark.usefixtures("_late")
+def test_a_late_step_leaves_a_rate_set_by_hand_and_the_schedulers_parameters() -> None:
+    model = model_of()
+    optimizer = FUSED["adam"](model)
+    scheduler = WithParameters(optimizer)
+    with ab.Executor(ab.TrainStep(model, loss_of, optimizer, scheduler=scheduler)) as executor:
+        executor.run(batch=batch_of(0))
+        executor.run(batch=batch_of(1, bad=True))
+        optimizer.param_groups[0]["lr"] = 0.0
+        with pytest.raises(ab.NonFinite):
+            executor.run(batch=batch_of(2))
+        assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"]) == (2, 0.0)
+    assert all(one is other for one, other in zip(scheduler.parameters, model.parameters(), strict=True))
+
+
 class Child(StepLR):
     """A program's own: it knows the scheduler that it is part of."""
 

@@ -146,6 +146,11 @@ def test_until_it_is_decided_evaluation_uses_the_model_as_it_is_and_remote_rows_
     plain = model.head(model.item(IDS).sum(1) + rows[IDS].sum(1))[:, 0]
     with executor_of(model) as executor:
         assert torch.equal(executor.run("look", BATCH)["out"], plain)
+    with executor_of(Model(), served="replace") as executor:
+        with pytest.raises(ValueError, match="hold user of an earlier Executor.*evaluate after"):
+            executor.run("look", BATCH)
+        executor.run("train", BATCH)
+        executor.run("look", BATCH)
 
 
 def test_evaluations_as_a_graph_before_and_after_the_tables_have_moved_are_the_models(servers: None) -> None:

@@ -228,13 +228,15 @@ class Drift:
             names = sorted({name for other in kinds for name, _ in {*other} ^ {*kinds[0]}})
             return names, [rank for rank, other in zip(self._workers.ranks, kinds, strict=True) if other != kinds[0]]
         differing = [name for (name, *_), *lines in zip(mine, *everyone, strict=True) if len({*lines}) > 1]
-        tensors = [parameters[name].detach() for name in differing]
-        firsts = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
-        self._workers.broadcast(firsts, operation=_COMPARISON)
-        apart = list(map(_are_far_apart, tensors, firsts))
+        apart, close = [], []  # of a model that differs everywhere no second copy is made
+        for tensor in (parameters[name].detach() for name in differing):
+            first = tensor.clone(memory_format=torch.contiguous_format)
+            self._workers.broadcast([first], operation=_COMPARISON)
+            apart.append(_are_far_apart(tensor, first))
+            close += [] if apart[-1] else [(tensor, first)]
         table = exchange(self._workers, apart, list[bool], _COMPARISON)
         if differing and not any(map(any, table)):
-            for tensor, first in zip(tensors, firsts, strict=True):
+            for tensor, first in close:
                 tensor.copy_(first)
             if not self._warned and self._workers.rank == 0:
                 _log.warning(

@@ -188,6 +188,7 @@ class LateCheck:
         self._looked_at: list[Tensor] = []
         self._schedules: list[dict[str, Any]] = []  # before the step
         self._numbers: list[dict[str, Any]] = []
+        self._behind: list[dict[str, Any]] = []  # those behind it: what has changed since is somebody else's
 
     @contextmanager
     def heeded(self) -> Iterator[None]:
@@ -201,8 +202,10 @@ class LateCheck:
             yield
             whole = True
         finally:
-            if self._looked and not whole:
-                self.failed()  # the step was not counted
+            if self._looked:
+                self._behind = self._numbers_now()
+                if not whole:
+                    self.failed()  # the step was not counted
             for optimizer in self._optimizers:
                 vars(optimizer).pop("found_inf", None)
 
@@ -227,13 +230,19 @@ class LateCheck:
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._bad.device))  # the current device may be another
         self._open = self._looked = True
-        own = {id(one): one for one in (*self._optimizers, *self._groups())}  # which a scheduler may have at hand
+        held = [parameter for group in self._groups() for parameter in group["params"]]
+        own = {
+            id(one): one for one in (*self._optimizers, *self._groups(), *held)
+        }  # which a scheduler may have at hand
         self._schedules = [copy.deepcopy(one.state_dict(), own) for one in self._schedulers]
-        self._numbers = [
+        self._numbers = self._numbers_now()
+        return True
+
+    def _numbers_now(self) -> list[dict[str, Any]]:
+        return [
             {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
             for group in self._groups()
         ]
-        return True
 
     def _groups(self) -> list[dict[str, Any]]:
         """Return the optimizers' groups, if there are schedulers to change them."""
@@ -251,13 +260,21 @@ class LateCheck:
         self._bad.zero_()
         for scheduler, schedule in zip(self._schedulers, self._schedules, strict=True):
             scheduler.load_state_dict(schedule)
-        for group, before in zip(self._groups(), self._numbers, strict=False):
+        for group, before, behind in zip(self._groups(), self._numbers, self._behind, strict=False):
             for key in before.keys() - {"params"}:
+                if not _same(group.get(key), behind.get(key)):
+                    continue
                 if isinstance(group[key], Tensor):  # a rate that is a tensor is filled in place
                     group[key].copy_(before[key])
                 else:
                     group[key] = before[key]
         return True
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and one == other
 
 
 def _values(gradient: Tensor) -> Tensor:

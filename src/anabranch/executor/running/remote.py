@@ -119,6 +119,7 @@ class RemotePart:
         self._edges: dict[str, tuple[int, int]] = {}  # ids without a row and evicted rows, by table
         self._full: set[str] = set()  # tables without room for an id, of which a warning was given
         self._before = ""  # the client that had joined the servers last
+        self._replaced_later: set[str] = set()
         self._hooks = ExitStack()
         self.place = None
         if (
@@ -155,6 +156,7 @@ class RemotePart:
             self.embeddings = sorted({name for _, embeddings in everyone for name in embeddings})
             self.served = {*self.embeddings, *(name for names, _ in everyone for name in names)}
             steps_there = self._on_servers() if self._trains else {}
+            self._replaced_later = steps_there.keys() & set(self.embeddings)
             if self._trains and not steps_there:
                 self._open(())
             else:
@@ -375,7 +377,13 @@ class RemotePart:
 
         Raises:
             LostUpdate: a local copy of a parameter on the servers was changed.
+            ValueError: tables that it would read are to be replaced.
         """
+        if not self.is_open and self._served_choice == "replace" and self._replaced_later:
+            raise ValueError(
+                f"the servers hold {', '.join(sorted(self._replaced_later))} of an earlier Executor, which the first "
+                "training run or save replaces; evaluate after it"
+            )
         if training:
             self._refuse_step_hooks()
         else:

@@ -374,8 +374,8 @@ class StepRunner:
     def _run_whole(self, batch: Structure, rows: float, fetch: Fetch) -> StepOutput | None:
         """Run the whole step at once: without sinks nothing is summed."""
         self._follow_optimizers()
-        for zero_grad in self._own_zero_grads:
-            zero_grad()
+        if self._own_zero_grads:
+            self._call_own_zero_grads()
         for parameter in self._optimized:
             parameter.grad = None
         engine = self.engine
@@ -441,8 +441,8 @@ class StepRunner:
         """Start a window if none is open, and clear the gradients of the last run."""
         self._follow_optimizers()
         if self.in_window == 0:
-            for zero_grad in self._own_zero_grads:
-                zero_grad()
+            if self._own_zero_grads:
+                self._call_own_zero_grads()
             self._lay_out()
             self._buckets.start_window()
             for servers in self._servers:
@@ -483,6 +483,12 @@ class StepRunner:
                     f"{names[parameter]!r} was thawed (requires_grad) inside the loss or in an open accumulation "
                     "window; do it between two optimizer steps"
                 )
+
+    def _call_own_zero_grads(self) -> None:
+        for zero_grad in self._own_zero_grads:
+            zero_grad()
+        if any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in self._optimized):
+            raise ValueError("zero_grad of an optimizer leaves gradients, to which no step adds; let it clear them")
 
     def _closes_window(self) -> bool:
         return self._closing or self.in_window + 1 == self.step.accumulate
