@@ -257,17 +257,6 @@ TABLES: dict[str, Callable[[Results], list[Row]]] = {
             "executor, graph, skip_nonfinite=None": "graph, no check",
         },
     ),
-    "observing": partial(
-        relative,
-        name="observing",
-        reference=("nobody looks", "nobody"),
-        sides={
-            "nobody looks, once more": "nobody, once more",
-            "status": "status",
-            "a sink": "a sink",
-            "a trace": "a trace",
-        },
-    ),
     "all-reduce": all_reduce,
     "tables": embedding_step,
     "growth": growth,
@@ -290,34 +279,12 @@ TABLES: dict[str, Callable[[Results], list[Row]]] = {
         name="cached_tables_skews",
         heads={"zipf": ("Zipf's exponent", ".2f"), "cached": ("cached", ".1%"), "static": ("best static cache", ".1%")},
     ),
-    "snapshots": partial(
-        plain,
-        name="snapshots",
-        heads={
-            "side": ("beside", ""),
-            "longest_push_ms": ("longest push (ms)", ".0f"),
-            "longest_of_all_ms": ("of all turns", ".0f"),
-            "pushes_of_those_alone": ("pushes a second", ".0%"),
-            "memory_mb": ("memory (MB)", ".0f"),
-        },
-    ),
     "autodiff": partial(
         plain,
         name="autodiff",
         heads={"side": ("", ""), "against": ("against", ""), "ratio_median": ("ratio", ".2f")},
     ),
     "compression": compressed,
-    "plans": partial(
-        plain,
-        name="plans",
-        heads={
-            "plan": ("plan", ""),
-            "predicted_ms": ("predicted (ms)", ".0f"),
-            "measured_ms": ("measured (ms)", ".0f"),
-            "predicted_place": ("predicted place", ""),
-            "measured_place": ("measured place", ""),
-        },
-    ),
     "start": partial(
         plain,
         name="start",

@@ -1,4 +1,4 @@
-"""What the workers tell one another: plain values, and nested structures with tensors."""
+"""Exchange of plain values, and of nested structures with tensors, between the workers."""
 
 from __future__ import annotations
 

@@ -264,8 +264,8 @@ class Client:
         waiting = exchanges
         try:
             if exchanges:
+                _start(exchanges)
                 with spans.Lasting("wait", "wait", lambda: _wait_for(waiting or exchanges)):
-                    _start(exchanges)
                     finished, left = 0, deadline
                     look_at = float("inf") if watch is None else time.monotonic() + every
                     while waiting := list(filterfalse(_done, exchanges)):

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from anabranch.pipeline.parts.part_program import HeldTensor
 from anabranch.pipeline.stage.skips import declaration_of
-
-if TYPE_CHECKING:
-    from anabranch.pipeline.parts.split import SplitSource
 
 
 class ModelPart(nn.Module):
@@ -94,13 +91,14 @@ class PartedModel(nn.Sequential):
 
     Attributes:
         unsplit: the model.
-        split_source: of the parts that run the model's own code; ``None`` if the user has written theirs.
+        split_source: the ``SplitSource`` of parts that run the model's own code; ``None`` if the user has written
+            theirs.
     """
 
     unsplit: nn.Module
-    split_source: SplitSource | None
+    split_source: Any  # its module imports this one
 
-    def __init__(self, model: nn.Module, parts: Sequence[ModelPart], source: SplitSource | None = None) -> None:
+    def __init__(self, model: nn.Module, parts: Sequence[ModelPart], source: Any = None) -> None:
         super().__init__()
         self.__dict__.update(unsplit=model, _parts=parts, split_source=source)
         for kind in ("_modules", "_parameters", "_buffers", "training"):
