@@ -62,7 +62,7 @@ class _Table:
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
         self._indices: dict[str, list[int]] | None = None
-        """What follows each prefix, in order; ``None`` once uids have come or gone."""
+        """The indices behind each prefix, in order; ``None`` once uids have come or gone."""
         # A lower bound of all expiries, not the exact minimum, because every renewal extends one.
         self._sweep_at = float("inf")
 

@@ -230,10 +230,9 @@ class LateCheck:
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._bad.device))  # the current device may be another
         self._open = self._looked = True
-        held = [parameter for group in self._groups() for parameter in group["params"]]
-        own = {
-            id(one): one for one in (*self._optimizers, *self._groups(), *held)
-        }  # which a scheduler may have at hand
+        parameters = [parameter for group in self._groups() for parameter in group["params"]]
+        # A scheduler may refer to any of these: its copy refers to the same ones.
+        own = {id(one): one for one in (*self._optimizers, *self._groups(), *parameters)}
         self._schedules = [copy.deepcopy(one.state_dict(), own) for one in self._schedulers]
         self._numbers = self._numbers_now()
         return True

@@ -285,7 +285,8 @@ class Sessions:
             return
         for key, session in [item for item in self._open.items() if item[1].expires <= now]:
             mark("experts.session_expired", uid=session.backend.uid, steps=session.steps)
-            self._drop(key, f"the session had no step for {session.ttl:g} s, its time to live, and was freed")
+            text = f"the session had no step for {session.ttl:g} s, its time to live, and was freed"
+            self._drop(key, f"{text}; open another, with a longer ttl")
         self._sweep_at = min((session.expires for session in self._open.values()), default=float("inf"))
 
 

@@ -94,7 +94,7 @@ def capture_backward(
     if seed is not None:
         sources = (*sources, TraceSource(free_name("seed", sources), seed, "buffer"))
     recorded = {s.name: s.state for s in sources if isinstance(s.value, Tensor) and s.value.requires_grad}
-    wanted = [name for name in wrt if recorded.get(name)]  # in the model's order, in which gradients are clipped
+    trained = [name for name in wrt if recorded.get(name)]  # in the model's order, in which gradients are clipped
     foreign = [name for name, state in recorded.items() if not state]
     dense: list[str] = []
     lookups: list[tuple[str, int]] = []
@@ -104,23 +104,23 @@ def capture_backward(
 
     def traced(values: Sequence[Tensor], recorder: TraceRecorder) -> list[object]:
         leaf_of = {source.name: value for source, value in zip(sources, values, strict=True)}
-        cut.tables = {id(leaf_of[name]): name for name in wanted}
+        cut.tables = {id(leaf_of[name]): name for name in trained}
         results, marked = run_calls(call, arguments.given(args, values), recorder)
         kept[:] = [i for i, value in enumerate(results) if isinstance(value, Tensor) and value.requires_grad]
         loss = marked["loss"]
         recorder.follow_backward(loss)
         rows = [lookup.leaf for lookup in cut.found]
-        leaves = [leaf_of[name] for name in [*wanted, *foreign]]
+        leaves = [leaf_of[name] for name in [*trained, *foreign]]
         begin = None if seed is None else values[-1]
         gradients = torch.autograd.grad(loss.reshape(()), [*leaves, *rows, *recorder.entries], begin, allow_unused=True)
-        for name, gradient in zip(foreign, gradients[len(wanted) :], strict=False):
+        for name, gradient in zip(foreign, gradients[len(trained) :], strict=False):
             if gradient is not None:
                 raise CaptureError(
                     f"a gradient reaches {name!r}, which is not a parameter of the model, so a graph would lose it; "
                     "detach it, make it a parameter of the model, or use engine='tape'"
                 )
         unique = dict(zip(outputs, results, strict=True))
-        reached = {n: g for n, g in zip(wanted, gradients, strict=False) if g is not None}
+        reached = {n: g for n, g in zip(trained, gradients, strict=False) if g is not None}
         laid_out = {name: _laid_out_as(leaf_of[name], gradient) for name, gradient in reached.items()}
         owned = _in_own_memory(laid_out, [*values, *unique.values()])
         dense[:] = list(owned)
