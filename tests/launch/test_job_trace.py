@@ -91,9 +91,8 @@ def test_a_job_that_fails_leaves_a_trace_of_all_its_processes_on_one_clock(scrip
     assert set(arrows(trace, "pull")) == {
         pair for worker in workers for pair in ((worker, "parameters 0"), ("parameters 0", worker))
     }
-    # A bucket is launched before its sum is waited for: one worker may have it before the other waits.
     summed = arrows(trace, "all_reduce of gradients")
-    assert summed
+    assert summed.total() >= STEPS
     assert set(summed) <= {workers, workers[::-1]}
 
 

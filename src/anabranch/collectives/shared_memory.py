@@ -405,8 +405,9 @@ class SharedSum:
         self._number, self._stage = self._number + 1, _BEGUN
         self._elements, self._divisor = elements, self._own.dtype.type(divisor)
         self._workers.bytes_sent += self.flat.nbytes
+        pending = _PendingSum(self, self._workers, operation, step, then)
         self._go_on(0)
-        return _PendingSum(self, self._workers, operation, step, then)
+        return pending
 
     def ended_within(self, seconds: float) -> bool:
         """Wait for one sleep at most, and return whether the sum is complete.
@@ -446,7 +447,7 @@ class _PendingSum(Pending):
 
     def finish(self) -> None:
         try:
-            if self._began or not self._shared.complete:  # else this rank came last
+            if self.began or not self._shared.complete:  # else this rank came last
                 super().finish()
             if self._then is not None:
                 self._then()

@@ -69,6 +69,7 @@ class Pending:
     """A collective in progress; ``finish`` returns when its tensors hold the result.
 
     ``done(seconds)`` waits at most that long, and returns whether it is complete. ``work`` is gloo's, and what it uses.
+    ``began`` is before that of others can end.
     """
 
     work: tuple[dist.Work, object, object]
@@ -78,7 +79,7 @@ class Pending:
     ) -> None:
         self._done, self._workers, self._operation, self._step = done, workers, operation, step
         self._nbytes, self._on_host = tensor.nbytes, tensor.is_cpu
-        self._began = spans.begin()
+        self.began = spans.begin()
         workers.started += 1
         self._number = workers.started  # the same on every rank
         self._deadline = Deadline.after(workers.timeout)
@@ -94,11 +95,11 @@ class Pending:
         comparison = _Comparison(workers, self._number, self._operation)
         workers.wait_for(self._done, self._deadline, self._operation, step, on_host=self._on_host, noticed=comparison)
         workers.begun.discard(self)
-        if self._began and workers.others:
+        if self.began and workers.others:
             facts: dict[str, object] = {"peer": rank_names(workers.others), "bytes": self._nbytes}
             flow: spans.Flow = "meet", f"{workers.name}/{self._number}"
             facts |= {} if step is None else {"step": step}
-            spans.complete(self._began, self._operation, "crossing", track="workers", flow=flow, facts=facts)
+            spans.complete(self.began, self._operation, "crossing", track="workers", flow=flow, facts=facts)
 
 
 class _Comparison:
@@ -335,9 +336,10 @@ class Workers(Group):
     ) -> Pending:
         self.bytes_sent += tensor.nbytes
         more.setdefault("group", self._own if self._own is not None and tensor.is_cpu else self._group)
+        began = spans.begin()
         work = cast(dist.Work, collective(tensor=tensor, async_op=True, **more))
         pending = Pending(partial(ended_within, work), self, operation, step, tensor)
-        pending.work = work, tensor, more
+        pending.work, pending.began = (work, tensor, more), began
         self.begun.add(pending)
         return pending
 
