@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -115,7 +116,9 @@ def machine() -> dict[str, object]:
         model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         pass
+    commit = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True, check=False)
     return {
+        "commit": commit.stdout.strip(),
         "processor": model,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),

@@ -122,7 +122,7 @@ def main() -> None:
             sides["kernels"] = kernels(case)
         seconds = alternate(sides, rounds=options.rounds, calls=case.calls, after=waiting_for(options.device))
         results[name] = compare(seconds, "eager")
-    report("step_graph", before, results, options.out)
+    report("step_graph_compiled" if options.compile else "step_graph", before, results, options.out)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -99,13 +98,10 @@ def all_reduce(results: Results) -> list[Row]:
 
 
 def embedding_step(results: Results) -> list[Row]:
-    """Where FBGEMM is installed: without it the page keeps the table that has it."""
-    if not results.rows("tables", side="fbgemm"):
-        raise FileNotFoundError("FBGEMM")
     names = {"RowWiseAdagrad": "row-wise Adagrad"}
     heads = {"anabranch": "Anabranch", "fbgemm": "FBGEMM 1.8.0", "torch EmbeddingBag": "torch's `EmbeddingBag`"}
     lines: dict[str, Row] = {}
-    for row in results.rows("tables"):
+    for row in results.rows("peers/tables"):
         line = lines.setdefault(row["optimizer"], {"": names.get(row["optimizer"], row["optimizer"])})
         line[heads[row["side"]]] = f"{row['median']:.1f} ({row['min']:.1f})"
     return list(lines.values())
@@ -234,7 +230,7 @@ TABLES: dict[str, Callable[[Results], list[Row]]] = {
     ),
     "step-graph": partial(
         relative,
-        name="step_graph",
+        name="step_graph_compiled",
         reference=("eager", "loop"),
         sides={
             "graph": "graph",
@@ -388,7 +384,7 @@ def of_one_thread(results: Results) -> list[float]:
 
 
 def of_fbgemm(results: Results) -> list[float]:
-    rows = results.rows("tables", side="fbgemm")
+    rows = results.rows("peers/tables", side="fbgemm")
     return [row["ours / theirs"] for row in rows]
 
 
@@ -468,10 +464,9 @@ WORDS = {2: "two", 4: "four"}
 
 def where(results: Results) -> str:
     """The commit and the machine of the figures last read."""
-    commit = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True, check=True)
     machine = results.machine
     return (
-        f"commit {commit.stdout.strip()}, {WORDS.get(machine['cores'], machine['cores'])} cores of a virtual machine "
+        f"commit {machine['commit']}, {WORDS.get(machine['cores'], machine['cores'])} cores of a virtual machine "
         f"({machine['processor']}), CPU only, "
         f"PyTorch {machine['torch']}; medians"
     )
