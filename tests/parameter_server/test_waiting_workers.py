@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from anabranch.deadline import Deadline
 from anabranch.errors import DeadlineExceeded, PeerLost, SchemaError
 from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
 from anabranch.parameter_server.client.shards import ShardCalls
-from anabranch.parameter_server.messages import JoinMessage, NormMessage
+from anabranch.parameter_server.messages import JoinMessage, NormMessage, ReleaseMessage, WorkerProgress
 from anabranch.parameter_server.server.shard import Shard
 from anabranch.record.spans import Span, heard, open_spans
 from anabranch.testing import FakeClock
@@ -72,13 +73,23 @@ def test_a_look_that_lasts_beyond_the_deadline_ends_the_wait(monkeypatch: pytest
     assert isinstance(outcome, DeadlineExceeded)
 
 
-def test_nobody_waits_for_the_norm_of_a_job_that_another_has_replaced() -> None:
+REPLACED = (lambda shard: shard.join(JoinMessage(0, 1, "bsp", number=1), b"c" * 16), "another client has joined")
+DROPPED = (
+    lambda shard: shard.release(ReleaseMessage(1, WorkerProgress(0, 2, 1)), b"b" * 16),
+    "not every worker's push of step 0 is held",
+)
+
+
+@pytest.mark.parametrize(("end", "error"), [REPLACED, DROPPED])
+def test_nobody_waits_for_the_norm_of_a_job_that_is_replaced_or_a_step_that_is_dropped(
+    end: Callable[[Shard], object], error: str
+) -> None:
     shard, first = Shard(), b"a" * 16
     for rank in range(2):
         shard.join(JoinMessage(rank, 2, "bsp"), first if rank == 0 else b"b" * 16)
     with ThreadPoolExecutor(1) as pool:
         norm = pool.submit(shard.squared_norm, NormMessage(0, 0), Deadline(600.0), first)
         wait_until(lambda: bool(open_spans()))
-        shard.join(JoinMessage(0, 1, "bsp", number=1), b"c" * 16)
-        with pytest.raises(SchemaError, match="another client has joined"):
+        end(shard)
+        with pytest.raises(SchemaError, match=error):
             norm.result(timeout=60.0)

@@ -207,8 +207,8 @@ class Shard:
         if turn is not None:
             before = job.number
             job.hear(rank, turn)
-            if job.number != before:
-                self._state.notify_all()  # for some requests of the last membership nobody comes any more
+            if job.number != before or turn.last < turn.done - 1:
+                self._state.notify_all()  # for some requests of the last membership, or of a dropped step, nobody comes
             self._apply_due()
         return job
 
