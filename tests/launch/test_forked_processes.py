@@ -190,7 +190,26 @@ def test_a_job_without_a_working_fork_server_says_so_and_runs_in_plain_processes
         assert launch(path, workers=2, log_dir=tmp_path, server=server, tell=told.append).exit_code == 0
     assert (tmp_path / "worker-1.log").read_text() == "False\n"
     (line,) = told
-    assert line.startswith("starting plain processes, which takes longer: the fork server")
+    assert line.startswith("starting a plain process, which takes longer: the fork server")
+
+
+def test_a_job_forks_again_after_a_fork_that_died(
+    script: Script, tmp_path: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was killed before it had said its number: from then on all newcomers were plain processes."""
+    fork = fork_server.fork
+
+    def fork_of_job(name: str, *arguments: object) -> int:
+        if name == "worker-0":
+            raise ForkServerError("its fork died")
+        return fork(name, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(fork_server, "fork", fork_of_job)
+    told: list[str] = []
+    path = script("import sys; print('torch' in sys.modules)")
+    assert launch(path, workers=2, log_dir=tmp_path, server=fork_server, tell=told.append).exit_code == 0
+    assert [(tmp_path / f"worker-{rank}.log").read_text().split()[-1] for rank in range(2)] == ["False", "True"]
+    assert told == ["starting a plain process, which takes longer: its fork died"]
 
 
 @pytest.mark.slow

@@ -104,6 +104,6 @@ class _Site(Site):
         try:
             return RoleProcess(spec, restarted, self._server)
         except ForkServerError as error:  # it may also have died since it forked this service's predecessor
-            self._attempt.tell(f"starting plain processes, which takes longer: {error}")
-            self._server = None
+            self._attempt.tell(f"starting a plain process, which takes longer: {error}")
+            self._server = self._server if self._server.running else None
             return None

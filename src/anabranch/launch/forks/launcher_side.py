@@ -117,10 +117,11 @@ class ForkServer:
                 except OSError as error:
                     raise ForkServerError(f"the fork server is gone: {error}") from None
             if not select.select([reader], [], [], _SECONDS)[0]:
+                self.close()
                 raise ForkServerError(f"the fork server did not answer in {_SECONDS:.0f} s")
             text = answer.read(_LONGEST_REPORT).decode(errors="replace")
         if not text.isdecimal():
-            raise ForkServerError(text or "the fork server died, or its fork did")
+            raise ForkServerError(text or ("its fork died" if self.running else "the fork server died"))
         return int(text)
 
     def close(self) -> None:
