@@ -435,7 +435,8 @@ def overflow() -> tuple[list[bool], str]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 5), Overflow(), nn.Linear(5, 5))
     with ab.Pipe(model, [2, 1], chunks=2, process_group=ab.job().grid(1, 2).pipeline_group) as pipe:
-        step = ab.TrainStep(pipe, F.mse_loss, torch.optim.Adam(pipe.parameters(), fused=True), clip_grad_norm=1.0)
+        # As a script in one process has it: the other rank's parameters are left to that rank.
+        step = ab.TrainStep(pipe, F.mse_loss, torch.optim.Adam(model.parameters(), fused=True), clip_grad_norm=1.0)
         with ab.Executor(step, None, timeout=60.0) as executor:
             executor.run(batch=(torch.ones(4, 5), torch.ones(4, 5)))
             before = [parameter.detach().clone() for parameter in pipe.parameters()]
@@ -548,6 +549,11 @@ def test_options_that_no_pipe_supports_are_refused(caplog: pytest.LogCaptureFixt
         assert executor.engine() == "tape"
         with pytest.raises(ValueError, match="one number per microbatch"):
             ab.Executor(step_of(pipe, loss=lambda y, t: y)).run(batch=batch)
+        with torch.no_grad(), pytest.raises(ValueError, match="gradients are switched off"):
+            executor.run(batch=batch)
+        with pytest.raises(ValueError, match="does not depend on any parameter"):
+            ab.Executor(step_of(pipe, loss=lambda y, t: F.mse_loss(y.detach(), t))).run(batch=batch)
+        assert executor.step == 1
 
 
 def test_a_pipe_inside_the_model_of_a_step_is_not_alone(monkeypatch: pytest.MonkeyPatch):

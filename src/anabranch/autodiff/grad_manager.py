@@ -7,8 +7,7 @@
 
 During the sweep nothing is added to ``.grad``: a callback may return a future (an all-reduce in progress), so what a
 parameter gets is known only afterwards. Attached tensors without callbacks wait too, so that all get a gradient or, if
-the sweep fails, none. The engine itself is torch's, unchanged: with no callback attached
-``backward`` is ``torch.autograd.backward``.
+the sweep fails, none. The engine itself is torch's, unchanged.
 """
 
 from __future__ import annotations
@@ -192,7 +191,8 @@ class GradManager(sessions.Session):
 
         Raises:
             RuntimeError: it is not recording, or the session has been used.
-            ValueError: ``dy`` without ``y``, or of another length or shape.
+            ValueError: ``dy`` without ``y``, or of another length or shape; a callback's gradient of another shape,
+                dtype or device than its tensor.
             TypeError: a callback returned neither a tensor nor a future nor ``None``.
             DeadlineExceeded: a callback's future had no result within ``timeout`` seconds.
         """
@@ -259,7 +259,12 @@ class GradManager(sessions.Session):
     def _resolve(self) -> list[Tensor]:
         """Wait for all futures and collect the callbacks' final results, before anything is written."""
         deadline = Deadline.after(self._timeout)
-        return [value if isinstance(value, Tensor) else _result_of(value, deadline) for value in self._sweep.values]
+        final = [value if isinstance(value, Tensor) else _result_of(value, deadline) for value in self._sweep.values]
+        for tensor, value in zip(self._sweep.tensors, final, strict=True):
+            if (value.shape, value.dtype, value.device) != (tensor.shape, tensor.dtype, tensor.device):
+                of_value, own = (f"{one.dtype} of shape {tuple(one.shape)} on {one.device}" for one in (value, tensor))
+                raise ValueError(f"a callback returned a gradient that is {of_value}, for a tensor that is {own}")
+        return final
 
     def __enter__(self) -> Self:
         self.record()

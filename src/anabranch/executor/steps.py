@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from anabranch.autodiff.moved_parameter import Elsewhere
 from anabranch.choices import choice
 from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure
@@ -289,6 +290,8 @@ def _optimizers(given: Optimizer | Sequence[Optimizer], model: nn.Module) -> tup
         raise ValueError("optimizer is an empty list; give at least one")
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     owner: dict[Tensor, int] = {}
+    if isinstance(model_of(model), Pipe):
+        _leave_to_other_ranks(optimizers)
     for index, optimizer in enumerate(optimizers):
         if isinstance(optimizer, LBFGS):
             raise ValueError("LBFGS evaluates the loss several times per step; use another optimizer")
@@ -302,6 +305,15 @@ def _optimizers(given: Optimizer | Sequence[Optimizer], model: nn.Module) -> tup
             if (first := owner.setdefault(parameter, index)) != index:
                 raise ValueError(f"optimizers {first} and {index} both hold {names[parameter]!r}; split them")
     return tuple(optimizers)
+
+
+def _leave_to_other_ranks(optimizers: Iterable[Optimizer]) -> None:
+    """Take out the parameters of a pipe's other ranks, as ``Adam(model.parameters())`` has: no gradient comes here."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [one for one in group["params"] if type(one) is not Elsewhere]
+        for one in [one for one in optimizer.state if type(one) is Elsewhere]:
+            del optimizer.state[one]
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -114,6 +114,8 @@ class PipeEngine(Engine):
 
     def _run(self, batch: Structure, rows: float, seed: float = 1.0) -> Tensor:
         """Forward and backward of one batch by the pipe's schedule, which brings word of requests to stop along."""
+        if not torch.is_grad_enabled():
+            raise ValueError("gradients are switched off around this run (torch.no_grad, inference_mode)")
         step, (args, inputs, target) = self._step, _split_batch(batch)
         device = next((parameter.device.type for parameter in self._pipe.parameters()), "cpu")
         dtype, rows_of = step.autocast_dtype, step.rows

@@ -394,6 +394,8 @@ class StageRun:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"the loss must be one number per microbatch, got {shape}; end it with .mean() or .sum()")
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise ValueError("the loss does not depend on any parameter that requires a gradient; nothing is trained")
         # A microbatch without weight adds nothing, even if its loss is NaN, as a mean over no tokens is.
         return loss.reshape(()) * weight if weight else torch.zeros_like(loss.detach().reshape(()))
 
