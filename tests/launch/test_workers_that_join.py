@@ -576,31 +576,62 @@ def test_the_end_of_the_budget_is_told(ended: Ends) -> None:
     assert any("rank 1 is not replaced again: --worker-restarts 1/600s" in line for line in told), told
 
 
-def test_a_stopped_worker_of_a_job_that_is_not_elastic_may_be_woken(
-    ended: Ends, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = """
-    import os, signal, sys, time
-    from pathlib import Path
-    if os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGSTOP)
-        sys.exit()
-    while not (pid := Path(sys.argv[1])).exists():
-        time.sleep(0.01)
-    os.kill(int(pid.read_text()), signal.SIGCONT)
-    """
-    looks, pid = list[object](), tmp_path / "pid"
+def tell_who_is_frozen(monkeypatch: pytest.MonkeyPatch, pid: Path) -> None:
+    """Write to ``pid`` who is, once the launcher has seen that at many looks."""
+    looks = list[RoleProcess]()
 
     def frozen(members: Members, services: object) -> list[RoleProcess]:
         processes = look(members, services)  # type: ignore[arg-type]
         looks.extend(one for one in members._workers if one.running and one.frozen)
-        if len(looks) == 3:
-            (tmp_path / "part").write_text(f"{members._workers[1].pid}")
-            (tmp_path / "part").rename(pid)
+        if len(looks) >= 5 and not pid.exists():
+            pid.with_suffix(".part").write_text(f"{looks[-1].pid}")
+            pid.with_suffix(".part").rename(pid)
         return processes
 
     look = Members.frozen
     monkeypatch.setattr(Members, "frozen", frozen)
     for module in (supervisor, members_module):
         monkeypatch.setattr(module, "LOOK_SECONDS", 0.1)
-    ended(source, pid, workers=2)
+
+
+WAKES = """
+    import os, signal, sys, time
+    from pathlib import Path
+
+    def wake():
+        while not (pid := Path(sys.argv[1])).exists():
+            time.sleep(0.01)
+        os.kill(int(pid.read_text()), signal.SIGCONT)
+"""
+
+
+def test_a_stopped_worker_of_a_job_that_is_not_elastic_may_be_woken(
+    ended: Ends, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = """
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+        sys.exit()
+    wake()
+    """
+    tell_who_is_frozen(monkeypatch, tmp_path / "pid")
+    ended(WAKES + source, tmp_path / "pid", workers=2)
+
+
+def test_the_only_member_may_be_woken_while_a_newcomer_starts(
+    ended: Ends, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was killed, and all steps since the last checkpoint were lost with it."""
+    source = """
+    if joined:
+        wake()
+    with executor(heartbeat=0.1) as one:
+        train(one, 4, 3)
+        if member == "0":
+            while ab.job().world_size > 1:
+                one.run("train")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        train(one, 40)
+    """
+    tell_who_is_frozen(monkeypatch, tmp_path / "pid")
+    ended(WAKES + TRAINS + source, tmp_path / "pid", workers=2, min_workers=1)

@@ -186,7 +186,7 @@ class Members:
         self._now.publish(self._meeting)
 
     def frozen(self, services: Sequence[RoleProcess]) -> list[RoleProcess]:
-        """Return the processes that were stopped at each look of the members' heartbeat, while a worker was not.
+        """Return the processes that were stopped at each look of the members' heartbeat, while a member was not.
 
         None of those without which the job does not go on: they may be woken.
         """
@@ -196,7 +196,7 @@ class Members:
         awake, self._looked = now - self._looked < 2 * LOOK_SECONDS, now
         before = self._stopped if awake else {}
         self._stopped = {one: before.get(one, now) for one in (*running, *restarted) if one.frozen}
-        if self._stopped.keys() >= {*running}:
+        if self._stopped.keys() >= {*self._members()}:  # newcomers have nothing to go on with
             self._stopped = {}  # those that are woken later than the first have a heartbeat from then on
         if not self._stopped or self._progress() is None:
             return []
