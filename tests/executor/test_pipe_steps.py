@@ -429,27 +429,29 @@ class Overflow(nn.Module):
         return Scaled.apply(x)
 
 
-def overflow() -> tuple[list[bool], str]:
-    """Of a step that is not finite on the first stage alone: are parameters as before, and the error."""
+def overflow() -> tuple[list[bool], str, int]:
+    """Of a step that is not finite on the first stage alone: are parameters as before, the error, and the seed."""
     engine.LATE = {"cpu"}  # as on a GPU, where a process alone does not wait
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 5), Overflow(), nn.Linear(5, 5))
     with ab.Pipe(model, [2, 1], chunks=2, process_group=ab.job().grid(1, 2).pipeline_group) as pipe:
         # As a script in one process has it: the other rank's parameters are left to that rank.
         step = ab.TrainStep(pipe, F.mse_loss, torch.optim.Adam(model.parameters(), fused=True), clip_grad_norm=1.0)
-        with ab.Executor(step, None, timeout=60.0) as executor:
+        with ab.Executor(step, None, timeout=60.0, seed=7) as executor:
             executor.run(batch=(torch.ones(4, 5), torch.ones(4, 5)))
             before = [parameter.detach().clone() for parameter in pipe.parameters()]
             Scaled.factor = math.inf
             with pytest.raises(ab.NonFinite) as caught:
                 executor.run(batch=(torch.ones(4, 5), torch.ones(4, 5)))
-            return list(map(torch.equal, before, pipe.parameters())), str(caught.value).partition(" hold")[0]
+            same = list(map(torch.equal, before, pipe.parameters()))
+            return same, str(caught.value).partition(" hold")[0], torch.initial_seed()
 
 
 def test_a_step_that_is_not_finite_on_one_stage_updates_no_other(on_two: list[dict[str, Any]]) -> None:
     first, last = (rank["overflow"] for rank in on_two)
-    assert first == [[True, True], "the gradients of 0.weight, 0.bias"]
-    assert last == [[True, True], "the gradients of parameters on another rank (or their norm is too large)"]
+    assert first == [[True, True], "the gradients of 0.weight, 0.bias", 7]
+    # A loader that shuffles draws as on the first rank: one has the inputs of a batch, the other its targets.
+    assert last == [[True, True], "the gradients of parameters on another rank (or their norm is too large)", 7]
 
 
 def test_each_stage_has_its_own_parameters_on_the_servers_and_shared_ones_stay_with_the_ranks(on_two):

@@ -128,8 +128,8 @@ class Executor:
         process_group: the workers; the job's by default, initialised if it is not yet.
         devices: places modules, by their qualified names, on devices until the executor is closed:
             ``{"encoder": "cuda:1"}``. Tensors are transferred at each edge; the rest of the model stays where it is.
-        seed: seeds torch's generators with ``seed + rank``, once; of a worker that joins a job, with the rank that the
-            lost one was started with.
+        seed: seeds torch's generators with ``seed + rank``, once; of a ``Pipe`` across ranks, with its row among the
+            pipelines; of a worker that joins a job, with the rank that the lost one was started with.
         log_path: where ``record_loads`` appends its lines.
         timeout: seconds that a wait for other workers may last.
         heartbeat: seconds between two checks that they are alive.
@@ -220,6 +220,8 @@ class Executor:
             self._workers, self._everyone, stages = self._meet(process_group, pipe)
             if seed is not None:
                 number = job().rank if self._workers is None else self._workers.rank
+                if self._workers is None and pipe is not None:  # its stages read the same batches
+                    number = dist.get_process_group_ranks(cast(dist.ProcessGroup, pipe.process_group))[0]
                 if self._workers is not None and self._workers.joins and (place := own_place()) is not None:
                     number = place.process  # with its rank it would draw what a living process draws
                 torch.manual_seed(seed + number)

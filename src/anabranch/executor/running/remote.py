@@ -607,6 +607,7 @@ class RemotePart:
     def continue_from(self, clock: int) -> None:
         """Continue after ``clock`` pushes with the servers' current state."""
         self.tables.drop_caches()
+        self.client.forget()
         self._mark_states()
         self.clock, self.unconfirmed, self._undecided, self._failure = clock, None, False, None
         if self.is_open:
@@ -727,8 +728,9 @@ class RemotePart:
             notes = self._worker.leads and not self.client.in_process
             read_at = (self.client.steps(), self.client.joined()) if notes else None  # before any of the values
             for moved in sorted(self.there, key=lambda moved: moved.parameter not in moves):
-                saved = self.client.read_state(moved.name, moved.rule(), until=until)
-                if state := to_torch(moved.rule(), saved):
+                rule = self.client.entry(moved.name).rule or moved.rule()
+                saved = self.client.read_state(moved.name, rule, until=until)
+                if state := to_torch(rule, saved):
                     moved.optimizer.state[moved.parameter] = _as_kept_here(state, moved)
                 values = saved.values.to(moved.parameter.device)
                 if (move := moves.pop(moved.parameter, None)) is not None:

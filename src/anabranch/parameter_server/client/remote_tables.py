@@ -226,8 +226,8 @@ class RemoteTables:
         """Disconnect all ``RemoteEmbedding`` in ``model`` from these tables, before the client is closed."""
         for module in model.modules():
             if isinstance(module, RemoteEmbedding) and module.source is self._sources.get(module.name):
-                rule = self._sources[module.name].rule
-                module.leave(self._client, None if rule is _no_rule else rule())
+                read_only = self._sources[module.name].rule is _no_rule
+                module.leave(self._client, None if read_only else self._client.entry(module.name).rule)
 
     def read_modules(self, model: nn.Module) -> None:
         """Let all ``RemoteEmbedding`` in ``model`` that nothing trains read their tables.
@@ -596,6 +596,14 @@ class RemoteTables:
                 squares[name] = own
         for name, (ids, grads, rule) in beside.items():
             gradients[name], rules[name] = (ids, grads), rule
+        for name, rule in rules.items():
+            own = self._client.entry(name).rule
+            if own is not None and not (rule is own or own.same_layout(rule)):
+                raise ValueError(
+                    f"the servers keep {own.state_names or 'no state'} for {name}, and {rule.family} with its present "
+                    f"settings has {rule.state_names or 'none'}: momentum, amsgrad or centered cannot be switched on "
+                    "or off while an Executor is open; put it back, or change it before the Executor is made"
+                )
         return partial(
             self._client.push_many, gradients, rules=rules, squares=squares, step=step, merging=merging,
             unordered=unordered, awaited=awaited,

@@ -198,14 +198,15 @@ class Entry:
         placement, dtype: of the rows; a dense parameter has no placement.
         shape: of the whole; of a table (rows or -1, *shape of a row).
         width, whole: numbers of a row, and with its state.
+        rule: its optimizer as it was made here, or learned of; ``None`` if that is not known.
     """
 
     def __init__(
         self, placement: Placement | None, dtype: torch.dtype, shape: tuple[int, ...], rule: RowOptimizer | None = None
     ) -> None:
-        self.placement, self.dtype, self.shape = placement, dtype, shape
+        self.placement, self.dtype, self.shape, self.rule = placement, dtype, shape, rule
         self.width = self.whole = math.prod(shape[1:])
-        if rule is not None:
+        if rule is not None and placement is not None:
             self.whole = rule.row_width(self.width)
 
 
@@ -247,6 +248,11 @@ class KnownTables:
 
     def _enter(self, name: str, entry: Entry) -> None:
         self.entries[name] = entry
+        self._layouts.clear()
+
+    def forget(self) -> None:
+        """Ask the shards again for what they have: it was replaced, perhaps by another client."""
+        self.entries.clear()
         self._layouts.clear()
 
     def layout(self, names: Iterable[str]) -> Layout:
@@ -307,11 +313,11 @@ class KnownTables:
     def init_dense(self, name: str, value: Tensor, rule: RowOptimizer) -> None:
         """Create the dense parameter ``name`` with ``value`` on its shard; an existing one stays unchanged."""
         self.calls.call(self.home(name), "init", pack(InitMessage(name, rule.to_dict())), [value.detach().cpu()])
-        self.expect_dense(name, value)
+        self.expect_dense(name, value, rule)
 
-    def expect_dense(self, name: str, like: Tensor) -> None:
+    def expect_dense(self, name: str, like: Tensor, rule: RowOptimizer) -> None:
         """Register a dense parameter with the shape and dtype of ``like`` that another client creates."""
-        self._enter(name, Entry(None, like.dtype, tuple(like.shape)))
+        self._enter(name, Entry(None, like.dtype, tuple(like.shape), rule))
 
     def _steps_by_shard(self) -> list[dict[str, int]]:
         """Return for each shard the tables and parameters that it holds, and the optimizer steps of each."""

@@ -97,7 +97,7 @@ class WholeParameters:
         elif self._client.leads:
             write_dense(self._client, name, state_here, numbers)
         else:
-            self._client.expect_dense(name, parameter)
+            self._client.expect_dense(name, parameter, numbers)
         self._copies[name] = _Copy(parameter, rule, spec, ways)
         self._read[name] = parameter.detach().clone()
 
