@@ -326,15 +326,64 @@ def test_an_interrupt_behind_the_push_says_that_the_tables_are_ahead(
     assert "executor.load" in said
 
 
+def sgd(model: nn.Module, momentum: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.9, 0.0), (0.0, 0.9)])
+def test_momentum_is_switched_on_or_off_by_no_step_and_nothing_is_lost(before: float, after: float) -> None:
+    """The push was refused, and then the table could not be read back."""
+    model, plain = Net(), Net()
+    optimizer = sgd(model, before)
+    with pytest.raises(ValueError, match=r"table\.weight.*momentum, amsgrad or centered cannot be switched on or off"):
+        run_around(model, optimizer, "Hybrid", lambda: optimizer.param_groups[0].update(momentum=after))
+    plain_optimizer = sgd(plain, before)
+    loss_of(plain, BATCHES[0]).backward()
+    plain_optimizer.step()
+    assert_near(model, plain)
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+        buffers = (optimizer.state[parameter], plain_optimizer.state[other])
+        assert [one.get("momentum_buffer") is None for one in buffers] == [not before] * 2
+        if before:
+            torch.testing.assert_close(*(one["momentum_buffer"] for one in buffers), rtol=0, atol=1e-12)
+
+
+def resume_with_momentum(folder: str, mode: str) -> dict[str, list[Any]]:
+    """Two steps with momentum, saved, and two more by a script that has none; the checkpoint's counts."""
+    for momentum in (0.9, 0.0):
+        model = Net()
+        with opened(model, sgd(model, momentum), mode, served="replace") as executor:
+            executor.resume(folder)
+            for _ in range(2):
+                executor.run(batch=BATCHES[executor.step % 3][ab.job().rank :: ab.job().world_size])
+            executor.save(folder)
+    return {name: value.tolist() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(("workers", "mode"), [(1, "PS"), (2, "PS"), pytest.param(2, "Hybrid", marks=pytest.mark.slow)])
+def test_a_checkpoint_s_momentum_counts(workers: int, mode: str, tmp_path: Path) -> None:
+    """The buffers were lost, and another worker than the first could not read the tables any more."""
+    plain = Net()
+    optimizer = sgd(plain, 0.9)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(plain, BATCHES[step % 3]).backward()
+        optimizer.step()
+    for state in in_job(resume_with_momentum, workers, str(tmp_path), mode, servers=1):
+        model = Net()
+        model.load_state_dict({name: torch.tensor(value, dtype=torch.float64) for name, value in state.items()})
+        assert_near(model, plain)
+
+
 @pytest.mark.parametrize("mode", ["PS", "Hybrid"])
-def test_gradients_that_on_gradients_does_not_get_are_named(mode: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_gradients_that_on_gradients_does_not_get_are_named(mode: Any) -> None:
     model = nn.Sequential(nn.EmbeddingBag(9, 2), nn.Linear(2, 1))
-    with ab.Executor(step_of(model, on_gradients=lambda gradients: None), mode) as executor:
-        for _ in range(2):
-            executor.run(batch=torch.tensor([[1, 2]]))
     names = {"PS": "0.weight, 1.bias, 1.weight", "Hybrid": "0.weight"}[mode]
-    [message] = caplog.messages
-    assert message.startswith(f"on_gradients gets no gradients of {names}:")
+    with pytest.warns(UserWarning, match=f"^on_gradients gets no gradients of {names}:") as caught:
+        executor = ab.Executor(step_of(model, on_gradients=lambda gradients: None), mode)
+    assert caught[0].filename == __file__
+    with executor:
+        executor.run(batch=torch.tensor([[1, 2]]))
 
 
 # Several training steps over one model: each moves what its own optimizer has.

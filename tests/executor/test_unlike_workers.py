@@ -161,6 +161,9 @@ def differing_for_a_while(folder: str) -> list[Any]:
                 executor.save(f"{folder}/run")
             except ab.WorkersDiffer as error:
                 said.append([list(error.parameters), list(error.steps)])
+                for reads in (executor.state_dict, lambda: executor.export(f"{folder}/whole")):
+                    with pytest.raises(ab.WorkersDiffer):
+                        reads()
                 executor.load(f"{folder}/run")
                 said.append(executor.step)
 

@@ -146,7 +146,7 @@ class Executor:
         sinks: receivers of the metrics of each optimizer step: ``anabranch.observe.TensorBoardSink``,
             ``PrometheusSink``, or any ``anabranch.observe.Sink``. Closed with the executor.
         check_workers: after so many optimizer steps the workers compare their all-reduced and frozen parameters, and
-            before each save; 0: never.
+            before each save, export and ``state_dict``; 0: never.
 
     Raises:
         ValueError, TypeError: an invalid argument, models that differ between the workers, or something that

@@ -12,8 +12,8 @@ With one worker and no accumulation there is nothing to sum, and the engine runs
 
 from __future__ import annotations
 
-import logging
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property, partial
@@ -41,8 +41,6 @@ from anabranch.graph.step.joint import accumulate
 from anabranch.interrupts import releasing_interrupts
 from anabranch.job import Job
 from anabranch.tensors import Structure, count_rows
-
-_log = logging.getLogger("anabranch.executor")
 
 
 class StepRunner:
@@ -114,11 +112,10 @@ class StepRunner:
         self._loss_dtype: torch.dtype | None = None
         for window in servers if step.on_gradients is not None else ():
             if there := sorted(window.names):
-                _log.warning(
-                    "on_gradients gets no gradients of %s: they go to the servers; keep a parameter here with routes="
-                    "{%r: 'AllReduce'}",
-                    listed(there),
-                    there[0],
+                warnings.warn(
+                    f"on_gradients gets no gradients of {listed(there)}: they go to the servers; keep a parameter here "
+                    f"with routes={{{there[0]!r}: 'AllReduce'}}",
+                    stacklevel=5,  # where the script makes the Executor
                 )
 
     # Looked up at the first run, when tables have moved to the servers.

@@ -221,6 +221,8 @@ class Saver:
             CheckpointError: a rank could not read its part; on every worker.
         """
         self._begin("state_dict" if whole else "export")
+        for runner in self._runners.values():
+            runner.compare_workers()
         if self.remote is not None:
             self.remote.settle()
             exchange(self._workers, None, type(None), self._call)  # read once all have settled
@@ -502,13 +504,14 @@ class Saver:
         if same_ranks:
             values |= state["ranks"][self._rank]["buffers"]
         elsewhere = {prefix + name for prefix, pipe in self._pipes.items() for name in pipe.elsewhere}
-        as_saved = self._plan_served(source, state, values, elsewhere)
+        rules = self._saved_rules(state["optimizers"])
+        as_saved = self._plan_served(source, state, values, elsewhere, rules)
         values = {name: value for name, value in values.items() if name not in elsewhere}
         there = {n: torch.empty(one.shape, dtype=one.dtype, device="meta") for one in self._moved for n in one.names}
         checkpoint.fit({**dict(_model_state(self._models)), **there}, values)
         self._check_objects(source, state["objects"])
         optimizers = self._plan_optimizers(state["optimizers"])
-        replace = self._plan_remote(source, state, values, optimizers, as_saved)
+        replace = self._plan_remote(source, state, values, optimizers, as_saved, rules)
         schedulers = self._plan_schedulers(state["schedulers"])
         loaders = {
             name: [rank["loaders"][name] for rank in firsts] for name in self.loaders if name in firsts[0]["loaders"]
@@ -619,8 +622,22 @@ class Saver:
                     )
                 yield name, what, entry, target
 
+    def _saved_rules(self, saved: Mapping[str, list[OptimizerState]]) -> dict[str, RowOptimizer]:
+        """Return the settings that the optimizers of parameters on servers will have once theirs are loaded."""
+        moved, rules = {one.parameter: one.name for one in self._moved}, dict[str, RowOptimizer]()
+        for _, _, entry, optimizer in self._matched(saved, "optimizer"):
+            for group, here in zip(entry["groups"], optimizer.param_groups, strict=False):
+                names = [moved[parameter] for parameter in here["params"] if parameter in moved]
+                rules |= dict.fromkeys(names, RowOptimizer.of_group(optimizer, group)) if names else {}
+        return rules
+
     def _plan_served(
-        self, source: Checkpoint, state: dict[str, Any], values: dict[str, Any], elsewhere: set[str]
+        self,
+        source: Checkpoint,
+        state: dict[str, Any],
+        values: dict[str, Any],
+        elsewhere: set[str],
+        rules: Mapping[str, RowOptimizer],
     ) -> set[str]:
         """Put what was saved from servers into the model's ``values`` and the optimizers' states; return the names of
         the tables that are on servers here, too, and are loaded there as they are.
@@ -631,7 +648,7 @@ class Saver:
         for entry in servers["tables"] if moved else ():
             one = here.get(entry["spec"]["name"])
             if one is not None and self.remote is not None and moved.get(one.name) == list(one.names):
-                alike = RowOptimizer.from_dict(entry["rule"]).same_layout(one.rule())
+                alike = RowOptimizer.from_dict(entry["rule"]).same_layout(rules[one.name])
                 if alike and TableSpec.from_dict(entry["spec"]) == self.remote.spec(one):
                     as_saved.add(one.name)
                     meta = torch.empty(one.shape, dtype=one.dtype, device="meta")
@@ -655,6 +672,7 @@ class Saver:
         values: Mapping[str, Any],
         plans: list[tuple[Optimizer, dict[str, Any]]],
         as_saved: Collection[str],
+        rules: Mapping[str, RowOptimizer],
     ) -> Callable[[], None]:
         """Take the states of parameters on servers out of the ``plans``; return a function that loads them there."""
         remote, servers = self.remote, state["servers"]
@@ -680,7 +698,7 @@ class Saver:
                 if moved.optimizer is optimizer and moved.name not in as_saved:
                     own = plan["state"].pop(position[moved.parameter], {})
                     try:
-                        states[moved.parameter] = from_torch(moved.rule(), values[moved.name], own)
+                        states[moved.parameter] = from_torch(rules[moved.name], values[moved.name], own)
                     except ValueError as error:
                         raise CheckpointError(f"{moved.name}: {error}") from error
 

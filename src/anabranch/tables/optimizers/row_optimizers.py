@@ -222,11 +222,15 @@ class RowOptimizer:
         Raises:
             ValueError: an optimizer, or an option of one, that tables cannot run; names it and the supported ones.
         """
+        return cls.of_group(optimizer, optimizer.param_groups[group])
+
+    @classmethod
+    def of_group(cls, optimizer: torch.optim.Optimizer, numbers: Mapping[str, object]) -> RowOptimizer:
+        """Return the rule of a parameter group of such an optimizer with these hyperparameters."""
         family = _OF_KIND.get(type(optimizer))
         if family is None:
             names = ", ".join(facts.kind.__name__ for facts in _FAMILIES.values())
             raise ValueError(f"tables cannot run {type(optimizer).__name__}; use one of {names}")
-        numbers = cast(Mapping[str, object], optimizer.param_groups[group])
         if numbers.get("differentiable"):
             raise ValueError(f"{family}: no gradient flows through steps on servers; leave differentiable=True out")
         if family is Family.ADAM and numbers.get("decoupled_weight_decay"):
