@@ -157,15 +157,13 @@ def test_tables_of_benchmarks_are_made_of_results(tmp_path: Path, monkeypatch: p
         {"side": side, "median_ms": value, "min_ms": 1.0}
         for side, value in (("server", 9), ("echo", 2), ("kernels", 4))
     ]
-    machine = {"cores": 2, "processor": "example", "torch": "2.13.0"}
+    machine = {"cores": 2, "processor": "example", "torch": "2.13.0", "commit": "0a1b2c3d"}
     (tmp_path / "parameter_server.json").write_text(json.dumps({"machine": machine, "rows": rows}))
     results = summary.Results(tmp_path)
     assert summary.rewritten(text, summary.Results(tmp_path / "none")) == text
     made = summary.rewritten(text, results)
     assert "| 9.0 ms (1.0) | 2.0 ms (1.0) | 4.0 ms (1.0) | 1.50 |\n" in made
-    assert re.search(
-        r"^% table shard: commit [0-9a-f]{8}, two cores of a virtual machine \(example\)", made, re.MULTILINE
-    )
+    assert re.search(r"^% table shard: commit 0a1b2c3d, two cores of a virtual machine \(example\)", made, re.MULTILINE)
     assert [row["met"] for row in summary.targets(results)] == ["0 of 1"]
     pieces = (text.split("% table shard:"), made.split("% table shard:"))
     assert pieces[0][0].split("% table tape:")[1] == pieces[1][0].split("% table tape:")[1], "no result, no change"

@@ -132,6 +132,12 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: session(2.5), ValueError, "max_length is a whole number"),
     (lambda: session(ttl=float("inf")), ValueError, "ttl is a finite number"),
     (lambda: mixture(grid_size=()), ValueError, "grid_size"),
+    (
+        lambda: mixture(directory=None),
+        TypeError,
+        r"got None; in a job .* job\.serve\(make_backends\)",
+    ),
+    (lambda: RemoteExpert("ffn.0", None), TypeError, "found by a Directory or an endpoint, got None"),  # type: ignore[arg-type]
     (lambda: mixture(k_min=9), ValueError, "k_min"),
     (lambda: mixture(forward_timeout=0.0), ValueError, "forward_timeout"),
     (lambda: mixture(timeout_after_k_min=-1.0), ValueError, "timeout_after_k_min"),

@@ -182,7 +182,7 @@ def boundary_entry(parameter: Tensor | None = None) -> Tensor:
 def check_differentiable(tensor: object) -> None:
     """Raise ``TypeError`` unless ``tensor`` is a tensor of a dtype that can have a gradient."""
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"gradients are of tensors, got {type(tensor).__name__}")
+        raise TypeError(f"gradients are of tensors, got {type(tensor).__name__}; of a module attach its parameters()")
     if not (tensor.requires_grad or tensor.is_floating_point() or tensor.is_complex()):
         what = f"a tensor of {tensor.dtype} and shape {tuple(tensor.shape)}"
         raise TypeError(f"{what} has no gradient; only floating-point and complex tensors do")

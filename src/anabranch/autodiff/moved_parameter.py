@@ -98,7 +98,7 @@ _CURES = {
     "__getitem__": "call the module to look rows up",
     "embedding": "look rows up outside of torch.func, vmap and torch.jit",
     "__deepcopy__": "copy the model before the Executor is made or after it is closed",
-    "a second Executor": "close the one that has it",
+    "a second Executor": "close the one that has it (executor.close(), or leave its with block)",
     "load_state_dict": "load before the Executor is made, or with executor.load(path)",
 }
 _CURES |= {"copy_": _CURES["load_state_dict"], "embedding_bag": _CURES["embedding"]}

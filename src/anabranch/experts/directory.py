@@ -247,8 +247,18 @@ class Directory:
 def as_directory(directory: DirectoryLike | str, **client: object) -> DirectoryLike:
     """Return ``directory`` itself, or the one at the endpoint or Redis URL that it names."""
     if not isinstance(directory, str):
+        check_directory(directory)
         return directory
     return (RedisDirectory if is_redis_url(directory) else Directory)(directory, **client)  # type: ignore[arg-type]
+
+
+def check_directory(directory: object) -> None:
+    """Raise ``TypeError`` for what is no directory."""
+    if not hasattr(directory, "lookup"):
+        raise TypeError(
+            f"experts are found by a Directory or an endpoint, got {directory!r}; in a job that is what "
+            "job.serve(make_backends) returns"
+        )
 
 
 def within(directory: DirectoryLike, deadline: Deadline) -> DirectoryLike:

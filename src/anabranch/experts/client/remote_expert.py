@@ -29,7 +29,7 @@ from anabranch.experts.client.calls import (
     output_forms,
     sample_forms,
 )
-from anabranch.experts.directory import DirectoryLike, within
+from anabranch.experts.directory import DirectoryLike, check_directory, within
 from anabranch.experts.wire import ExpertInfo, RowInputs, Schema, with_leading
 from anabranch.record.spans import mark
 from anabranch.tensors import Structure
@@ -162,6 +162,8 @@ class RemoteExpert(RemoteModule):
         self.uid = check_uid(uid)
         self.forward_timeout = forward_timeout
         self.backward_timeout = backward_timeout
+        if not isinstance(endpoint_or_directory, str):
+            check_directory(endpoint_or_directory)
         self._where = endpoint_or_directory
         self._module_client = ModuleClient(client, keys=keys, insecure=insecure)
         self._known: tuple[str, Schema] | None = None

@@ -75,7 +75,7 @@ class ExpertBackend:
 
     >>> module = nn.Linear(4, 2)
     >>> optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    >>> backend = ExpertBackend("ffn.0", module, optimizer, args_schema=(TensorSpec(4),))
+    >>> backend = ExpertBackend("ffn.0", module, optimizer, args_schema=TensorSpec(4))
     >>> backend.get_info()["outputs_schema"]
     TensorSpec(2, dtype=torch.float32)
     >>> gradients = backend.backward(torch.ones(3, 4), torch.ones(3, 2))
@@ -88,9 +88,10 @@ class ExpertBackend:
             that it is in. One that can continue sequences (``RemoteExpert.session``) has ``make_cache(rows,
             max_length)``, and a ``forward`` that takes what it made as the keyword argument ``cache``.
         optimizer: over parameters of ``module``; ``None`` leaves them as they are.
-        args_schema: a ``TensorSpec``, or a nesting of them, for each positional argument. Requests of which sizes vary
-            (``TensorSpec(None, 512)``) share a batch if they are of equal sizes, or with ``pad=True`` are padded to the
-            longest, and the module takes a keyword argument ``mask``.
+        args_schema: a ``TensorSpec``, or a nesting of them, for each positional argument; a ``TensorSpec`` alone is
+            that of the only one. Requests of which sizes vary (``TensorSpec(None, 512)``) share a batch if they are of
+            equal sizes, or with ``pad=True`` are padded to the longest, and the module takes a keyword argument
+            ``mask``.
         kwargs_schema: the same for each keyword argument.
         outputs_schema: the module's outputs; by default found by one run on zeros, which leaves random state, buffers
             and mode as they were.
@@ -124,7 +125,7 @@ class ExpertBackend:
         module: nn.Module,
         optimizer: Optimizer | None = None,
         *,
-        args_schema: Sequence[Structure] = (),
+        args_schema: Sequence[Structure] | TensorSpec = (),
         kwargs_schema: Mapping[str, Structure] | None = None,
         outputs_schema: Structure = None,
         scheduler: LRScheduler | None = None,
@@ -164,7 +165,8 @@ class ExpertBackend:
         self.kept = KeptActivations(keep_activations)
         self._gradients = ParameterGradients(module)
         self.device = next((tensor.device for tensor in module.state_dict().values()), torch.device("cpu"))
-        arguments, keywords = tuple(args_schema), dict(sorted((kwargs_schema or {}).items()))
+        arguments = (args_schema,) if isinstance(args_schema, TensorSpec) else tuple(args_schema)
+        keywords = dict(sorted((kwargs_schema or {}).items()))
         _check_inputs(uid, arguments, keywords)
         if "cache" in keywords and callable(getattr(module, "make_cache", None)):
             raise ValueError(f"{uid}: make_cache gives the module an input called cache, so kwargs_schema has none")

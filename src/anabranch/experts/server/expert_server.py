@@ -372,12 +372,12 @@ class ExpertServer:
     >>> from anabranch.experts import ExpertBackend, RemoteExpert
     >>> from anabranch.tensors import TensorSpec
     >>> backend = ExpertBackend("same.0", torch.nn.Identity(), args_schema=[TensorSpec(2)])
-    >>> with ExpertServer([backend]) as server:
+    >>> with ExpertServer(backend) as server:
     ...     RemoteExpert("same.0", server.endpoint)(torch.ones(1, 2)).detach()
     tensor([[1., 1.]])
 
     Args:
-        backends: the experts; those on one device share its thread.
+        backends: the experts, or one; those on one device share its thread.
         listen: ``unix:PATH``, ``tcp://HOST:PORT``, or ``None`` for a new Unix socket.
         directory: the place to announce them: a ``Directory``, the endpoint of a ``DirectoryServer``, or the URL of a
             Redis.
@@ -406,7 +406,7 @@ class ExpertServer:
 
     def __init__(
         self,
-        backends: Iterable[ExpertBackend],
+        backends: Iterable[ExpertBackend] | ExpertBackend,
         *,
         listen: str | None = None,
         directory: DirectoryLike | str | None = None,
@@ -425,7 +425,7 @@ class ExpertServer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backends: dict[str, ExpertBackend] = {}
-        for backend in backends:
+        for backend in [backends] if isinstance(backends, ExpertBackend) else backends:
             if backend.uid in self._backends:
                 raise ValueError(f"two backends are called {backend.uid!r}")
             self._backends[backend.uid] = backend.to(device) if device is not None else backend
