@@ -597,10 +597,10 @@ class RemoteTables:
         for name, (ids, grads, rule) in beside.items():
             gradients[name], rules[name] = (ids, grads), rule
         for name, rule in rules.items():
-            own = self._client.entry(name).rule
-            if own is not None and not (rule is own or own.same_layout(rule)):
+            made = self._client.entry(name).rule
+            if made is not None and not (rule is made or made.same_layout(rule)):
                 raise ValueError(
-                    f"the servers keep {own.state_names or 'no state'} for {name}, and {rule.family} with its present "
+                    f"the servers keep {made.state_names or 'no state'} for {name}, and {rule.family} with its present "
                     f"settings has {rule.state_names or 'none'}: momentum, amsgrad or centered cannot be switched on "
                     "or off while an Executor is open; put it back, or change it before the Executor is made"
                 )
