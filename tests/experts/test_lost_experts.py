@@ -383,3 +383,39 @@ def test_experts_that_stay_away_are_an_error_at_the_deadline_that_names_the_cure
     monkeypatch.setattr(ExpertFinder, "some_away", too_late)
     with serve_in(directory, "ffn.0"), pytest.raises(BoundaryError, match="3 rows have fewer than 2.*lower k_min=2"):
         mixing(directory, 2, 2, k_min=2)(x)
+
+
+class Away:
+    """A directory that does not answer while it is ``down``."""
+
+    def __init__(self, directory: Directory) -> None:
+        self.directory, self.down, self.asked = directory, False, 0
+
+    def __getattr__(self, verb: str) -> Any:
+        def ask(names: list[str]) -> Any:
+            self.asked += 1
+            if self.down:
+                raise PeerLost("its process has ended", peer="the directory")
+            return getattr(self.directory, verb)(names)
+
+        return ask
+
+
+def test_a_mixture_goes_on_with_known_experts_while_its_directory_is_down(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.randn(3, 8)
+    with serving(linear(0), linear(1)) as directory, caplog.at_level(logging.WARNING, "anabranch.experts"):
+        away = Away(directory)
+        mixture, another = (mixing(away, 2, 2) for _ in range(2))  # type: ignore[arg-type]
+        output = mixture(x)
+        away.down, away.asked = True, 0
+        assert torch.equal(mixture(x), output)
+        assert torch.equal(mixture(x), output)
+        assert away.asked == 1, "it is asked again once a while has passed"
+        with pytest.raises(PeerLost):
+            another(x)  # which knows none
+        away.down = False
+        mixture._finder._asked_again_at = 0.0
+        assert torch.equal(mixture(x), output)
+    said = [text for text in caplog.messages if text.startswith("the directory does not answer")]
+    assert len(said) == 1
+    assert mixture._finder._asked_again_at is None

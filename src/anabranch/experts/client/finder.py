@@ -7,14 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.choices import listed
 from anabranch.deadline import Deadline
-from anabranch.errors import NotFound, PeerLost, ProtocolError
+from anabranch.errors import DeadlineExceeded, NotFound, PeerLost, ProtocolError
 from anabranch.experts import wire
 from anabranch.experts.client.calls import ExpertCall
 from anabranch.experts.directory import DirectoryLike, within
@@ -97,7 +97,9 @@ class ExpertFinder:
         self.misfits: dict[str, str] = {}
         self.answered: set[str] = set()
         self.gone: set[str] = set()
-        self._active: dict[str, list[int]] = {}  # as last answered
+        self._active: dict[str, list[int]] = {}  # as the directory has last answered, and so:
+        self._endpoints: dict[str, str] = {}
+        self._asked_again_at: float | None = None  # while it does not answer
         self._schemas: dict[tuple[str, str], Schema] = {}
 
     def __deepcopy__(self, memo: dict[int, object]) -> ExpertFinder:
@@ -115,7 +117,7 @@ class ExpertFinder:
 
     def find(self, uids: Sequence[str], deadline: Deadline) -> dict[str, tuple[str, Schema]]:
         """Return the endpoint and schema of each of ``uids`` that can be reached; the others count as failed."""
-        endpoints = within(self.directory, deadline).lookup(uids)
+        endpoints = self._ask("lookup", uids, self._endpoints, deadline)
         unknown = [uid for uid, endpoint in endpoints.items() if (uid, endpoint) not in self._schemas]
         requests = [Request(endpoints[uid], wire.INFO, uid, role="experts") for uid in unknown]
         # An expert that does not send its schema cannot be called; half of the time is left for the others.
@@ -136,13 +138,32 @@ class ExpertFinder:
 
     def active(self, prefixes: Sequence[str], deadline: Deadline) -> dict[str, list[int]]:
         """Return the directory's indices below each of ``prefixes``; warn of experts withdrawn since they answered."""
-        active = within(self.directory, deadline).active(prefixes)
-        past = self._active
-        left = {(one, index) for one in prefixes for index in set(past.get(one, ())).difference(active.get(one, ()))}
-        past |= active
+        past = {one: set(self._active.get(one, ())) for one in prefixes}
+        active = self._ask("active", prefixes, self._active, deadline)
+        left = {(one, index) for one in prefixes for index in past[one].difference(active.get(one, ()))}
         if left:
             self._warn_gone({uid: _WITHDRAWN for uid in [*self.answered] if left.intersection(prefixes_of(uid))})
         return active
+
+    def _ask(self, verb: str, names: Sequence[str], known: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
+        """Return the directory's answer, or while it gives none, of ``names`` the ``known`` ones: as last answered."""
+        if self._asked_again_at is None or time.monotonic() >= self._asked_again_at:
+            try:
+                answer: dict[str, Any] = getattr(within(self.directory, deadline), verb)(names)
+            except (PeerLost, DeadlineExceeded) as error:
+                if known.keys().isdisjoint(names):
+                    raise
+                if self._asked_again_at is None:
+                    text = "the directory does not answer (%s); the mixture goes on with the experts that it has listed"
+                    _log.warning(text, printable(str(error)))
+                self._asked_again_at = time.monotonic() + _LONGEST_BREAK
+            else:
+                self._asked_again_at = None
+                for name in names:
+                    known.pop(name, None)
+                known.update(answer)
+                return answer
+        return {name: known[name] for name in names if name in known}
 
     def note_gone(self, calls: Iterable[ExpertCall]) -> None:
         """Note the outcomes of forwards; warn of experts that have gone, and of those that are back."""
@@ -166,7 +187,7 @@ class ExpertFinder:
         answered = [*self.answered]  # a copy: other threads' forwards change it
         if self.gone or self.backoff.now().intersection(answered):
             return True
-        there = within(self.directory, deadline).lookup(answered)
+        there = self._ask("lookup", answered, self._endpoints, deadline)
         self._warn_gone(dict.fromkeys(set(answered).difference(there), _WITHDRAWN))
         return bool(self.gone)
 
