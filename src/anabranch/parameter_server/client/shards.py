@@ -159,7 +159,7 @@ class ShardCalls:
         deadline = Deadline(self.timeout)
         while True:
             try:
-                return self.all([self.request(shard, "incarnation") for shard in range(self.shards)], deadline)
+                return self.all([self.request(shard, "start") for shard in range(self.shards)], deadline)
             except PeerLost as error:
                 if deadline.expired() or not isinstance(error.__cause__, ConnectionRefusedError):
                     raise

@@ -221,7 +221,7 @@ class ParameterServer:
             "snapshot": self._snapshot,
             "barrier": lambda request, call: shard.barrier(request.message, call.deadline, request.client),
             "describe": lambda request, call: (None, _at_length(shard.describe())),
-            "incarnation": lambda request, call: (self._persistence.incarnation, ()),
+            "start": lambda request, call: (self._persistence.incarnation, ()),
             "statistics": lambda request, call: (None, _at_length(shard.statistics())),
         }
         return [
