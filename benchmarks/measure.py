@@ -116,7 +116,8 @@ def machine() -> dict[str, object]:
         model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         pass
-    commit = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True, check=False)
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=8", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False)
     return {
         "commit": commit.stdout.strip(),
         "processor": model,

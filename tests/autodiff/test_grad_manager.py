@@ -270,13 +270,13 @@ def test_a_callback_must_return_a_gradient() -> None:
         manager.attach(x, [3])
 
 
-@pytest.mark.parametrize("change", [lambda grad: grad.norm(), lambda grad: grad.expand(2, 2), lambda grad: grad.half()])
+@pytest.mark.parametrize("change", [torch.norm, lambda grad: grad.expand(2, 2), lambda grad: grad.to("meta")])
 def test_a_callback_returns_a_gradient_of_its_tensor_s_form(change: Any) -> None:
     """Where a ``.grad`` was there, it was broadcast, or the others' had been added before that failed."""
     a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     a.grad, b.grad = torch.zeros(2), torch.zeros(2)
     manager = ab.GradManager().attach([a, b], lambda tensor, grad: change(grad) if tensor is a else None)
-    with pytest.raises(ValueError, match=r"for a tensor that is torch.float32 of shape \(2,\) on cpu"), manager:
+    with pytest.raises(ValueError, match=r"for a tensor of shape \(2,\) on cpu"), manager:
         manager.backward((a + b).sum())
     assert a.grad.tolist() == b.grad.tolist() == [0.0, 0.0]
 

@@ -191,8 +191,8 @@ class GradManager(sessions.Session):
 
         Raises:
             RuntimeError: it is not recording, or the session has been used.
-            ValueError: ``dy`` without ``y``, or of another length or shape; a callback's gradient of another shape,
-                dtype or device than its tensor.
+            ValueError: ``dy`` without ``y``, or of another length or shape; a callback's gradient of another shape
+                or device than its tensor.
             TypeError: a callback returned neither a tensor nor a future nor ``None``.
             DeadlineExceeded: a callback's future had no result within ``timeout`` seconds.
         """
@@ -261,9 +261,9 @@ class GradManager(sessions.Session):
         deadline = Deadline.after(self._timeout)
         final = [value if isinstance(value, Tensor) else _result_of(value, deadline) for value in self._sweep.values]
         for tensor, value in zip(self._sweep.tensors, final, strict=True):
-            if (value.shape, value.dtype, value.device) != (tensor.shape, tensor.dtype, tensor.device):
-                of_value, own = (f"{one.dtype} of shape {tuple(one.shape)} on {one.device}" for one in (value, tensor))
-                raise ValueError(f"a callback returned a gradient that is {of_value}, for a tensor that is {own}")
+            if (value.shape, value.device) != (tensor.shape, tensor.device):
+                there, here = (f"of shape {tuple(one.shape)} on {one.device}" for one in (value, tensor))
+                raise ValueError(f"a callback returned a gradient {there}, for a tensor {here}")
         return final
 
     def __enter__(self) -> Self:

@@ -128,8 +128,8 @@ class Executor:
         process_group: the workers; the job's by default, initialised if it is not yet.
         devices: places modules, by their qualified names, on devices until the executor is closed:
             ``{"encoder": "cuda:1"}``. Tensors are transferred at each edge; the rest of the model stays where it is.
-        seed: seeds torch's generators with ``seed + rank``, once; of a ``Pipe`` across ranks, with its row among the
-            pipelines; of a worker that joins a job, with the rank that the lost one was started with.
+        seed: seeds torch's generators with ``seed + rank``, once; the ranks of one pipeline alike; a worker that joins
+            a job with the rank that the lost one was started with.
         log_path: where ``record_loads`` appends its lines.
         timeout: seconds that a wait for other workers may last.
         heartbeat: seconds between two checks that they are alive.
@@ -954,6 +954,7 @@ class Executor:
         Raises:
             ValueError: no such step, or several models and no name.
             CheckpointError: it could not be read; on every worker.
+            WorkersDiffer: as for ``run``; so it is for ``export``.
         """
         model, state = self._model_of(name), dict[str, Tensor]()
         if not self._joins:

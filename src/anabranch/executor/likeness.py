@@ -3,7 +3,8 @@ later on.
 
 Before the first step each worker describes its models and loaders in lines of text, which are exchanged and compared.
 Every worker steps its own optimizers with the averaged gradients, so the parameters stay equal only if the optimizers
-are. So every 100 steps, and before a save, they exchange a checksum of each all-reduced or frozen parameter::
+are. So every 100 steps, and before a save, an export and ``state_dict``, they exchange a checksum of each all-reduced
+or frozen parameter::
 
     all equal ──> nothing
     some differ ─┬─ by rounding, as on processors of different kinds ──> rank 0's are sent

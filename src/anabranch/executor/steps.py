@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import compress
 from numbers import Real
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -290,12 +291,13 @@ def _optimizers(given: Optimizer | Sequence[Optimizer], model: nn.Module) -> tup
         raise ValueError("optimizer is an empty list; give at least one")
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     owner: dict[Tensor, int] = {}
-    if isinstance(model_of(model), Pipe):
-        _leave_to_other_ranks(optimizers)
+    piped = isinstance(model_of(model), Pipe)
     for index, optimizer in enumerate(optimizers):
         if isinstance(optimizer, LBFGS):
             raise ValueError("LBFGS evaluates the loss several times per step; use another optimizer")
         for parameter in parameters_of(optimizer):
+            if piped and type(parameter) is Elsewhere:
+                continue
             if parameter not in names:
                 raise ValueError(
                     f"optimizer {index} ({type(optimizer).__name__}) holds a parameter of shape "
@@ -304,6 +306,8 @@ def _optimizers(given: Optimizer | Sequence[Optimizer], model: nn.Module) -> tup
                 )
             if (first := owner.setdefault(parameter, index)) != index:
                 raise ValueError(f"optimizers {first} and {index} both hold {names[parameter]!r}; split them")
+    if piped:
+        _leave_to_other_ranks(optimizers)
     return tuple(optimizers)
 
 
@@ -311,7 +315,9 @@ def _leave_to_other_ranks(optimizers: Iterable[Optimizer]) -> None:
     """Take out the parameters of a pipe's other ranks, as ``Adam(model.parameters())`` has: no gradient comes here."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["params"] = [one for one in group["params"] if type(one) is not Elsewhere]
+            here = [type(one) is not Elsewhere for one in group["params"]]
+            for key in group.keys() & {"params", "param_names"}:
+                group[key] = list(compress(group[key], here))
         for one in [one for one in optimizer.state if type(one) is Elsewhere]:
             del optimizer.state[one]
 

@@ -65,6 +65,7 @@ def make_head(
     weigh: Weigh | None,
     keeps_outputs: bool = True,
     seed: float = 1.0,
+    trains: bool = False,
 ) -> Head:
     """Return the loss of each microbatch, as the last stage computes it.
 
@@ -84,7 +85,7 @@ def make_head(
         layers = set(model.modules())
         own = [module for module in loss.modules() if module not in layers]
     targets = replace(target, leaves=leaves).structures(sizes)
-    return Head(loss, targets, weights, keeps_outputs, seed, own)
+    return Head(loss, targets, weights, keeps_outputs, seed, own, trains)
 
 
 Tie: TypeAlias = tuple[int, Tensor, Sequence[int]]

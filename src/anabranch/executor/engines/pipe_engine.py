@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -121,7 +121,8 @@ class PipeEngine(Engine):
         dtype, rows_of = step.autocast_dtype, step.rows
         weigh = None if rows_of is None else lambda sizes: [rows_of(part) for part in scatter(batch, sizes)]
         fn = cast(Loss, step.loss)
-        head = partial(make_head, loss=fn, reduction=step.reduction, weigh=weigh, keeps_outputs=False, seed=seed)
+        options: dict[str, Any] = {"keeps_outputs": False, "seed": seed, "trains": True}
+        head = partial(make_head, loss=fn, reduction=step.reduction, weigh=weigh, **options)
         with nullcontext() if dtype is None else torch.autocast(device, dtype=dtype):
             ranks, rows_here = PipeRanks(self._pipe), count_rows(batch)
             loss, words = ranks.step(args, inputs, target, head=head, rows=rows_here, word=self._asked_to_stop)

@@ -627,8 +627,9 @@ class Saver:
         moved, rules = {one.parameter: one.name for one in self._moved}, dict[str, RowOptimizer]()
         for _, _, entry, optimizer in self._matched(saved, "optimizer"):
             for group, here in zip(entry["groups"], optimizer.param_groups, strict=False):
-                names = [moved[parameter] for parameter in here["params"] if parameter in moved]
-                rules |= dict.fromkeys(names, RowOptimizer.of_group(optimizer, group)) if names else {}
+                if names := [moved[parameter] for parameter in here["params"] if parameter in moved]:
+                    with suppress(ValueError):  # what does not fit is refused by name, where the states are planned
+                        rules |= dict.fromkeys(names, RowOptimizer.of_group(optimizer, group))
         return rules
 
     def _plan_served(
@@ -648,7 +649,7 @@ class Saver:
         for entry in servers["tables"] if moved else ():
             one = here.get(entry["spec"]["name"])
             if one is not None and self.remote is not None and moved.get(one.name) == list(one.names):
-                alike = RowOptimizer.from_dict(entry["rule"]).same_layout(rules[one.name])
+                alike = RowOptimizer.from_dict(entry["rule"]).same_layout(rules.get(one.name, one.rule()))
                 if alike and TableSpec.from_dict(entry["spec"]) == self.remote.spec(one):
                     as_saved.add(one.name)
                     meta = torch.empty(one.shape, dtype=one.dtype, device="meta")
@@ -698,7 +699,9 @@ class Saver:
                 if moved.optimizer is optimizer and moved.name not in as_saved:
                     own = plan["state"].pop(position[moved.parameter], {})
                     try:
-                        states[moved.parameter] = from_torch(rules[moved.name], values[moved.name], own)
+                        states[moved.parameter] = from_torch(
+                            rules.get(moved.name, moved.rule()), values[moved.name], own
+                        )
                     except ValueError as error:
                         raise CheckpointError(f"{moved.name}: {error}") from error
 

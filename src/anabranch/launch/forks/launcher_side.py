@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -117,7 +118,8 @@ class ForkServer:
                 except OSError as error:
                     raise ForkServerError(f"the fork server is gone: {error}") from None
             if not select.select([reader], [], [], _SECONDS)[0]:
-                self.close()
+                with suppress(subprocess.TimeoutExpired):
+                    self.close()
                 raise ForkServerError(f"the fork server did not answer in {_SECONDS:.0f} s")
             text = answer.read(_LONGEST_REPORT).decode(errors="replace")
         if not text.isdecimal():

@@ -226,8 +226,9 @@ class RemoteTables:
         """Disconnect all ``RemoteEmbedding`` in ``model`` from these tables, before the client is closed."""
         for module in model.modules():
             if isinstance(module, RemoteEmbedding) and module.source is self._sources.get(module.name):
-                read_only = self._sources[module.name].rule is _no_rule
-                module.leave(self._client, None if read_only else self._client.entry(module.name).rule)
+                rule, known = self._sources[module.name].rule, self._client.entries.get(module.name)
+                made = None if known is None else known.rule  # with which the rows are there
+                module.leave(self._client, None if rule is _no_rule else made or rule())
 
     def read_modules(self, model: nn.Module) -> None:
         """Let all ``RemoteEmbedding`` in ``model`` that nothing trains read their tables.

@@ -198,7 +198,7 @@ class Entry:
         placement, dtype: of the rows; a dense parameter has no placement.
         shape: of the whole; of a table (rows or -1, *shape of a row).
         width, whole: numbers of a row, and with its state.
-        rule: its optimizer as it was made here, or learned of; ``None`` if that is not known.
+        rule: its optimizer on the servers.
     """
 
     def __init__(
@@ -285,7 +285,8 @@ class KnownTables:
                 if name in self._expected:
                     raise SchemaError(f"{name} is a dense parameter here; give the RemoteEmbedding another name")
                 dtype = dtype_named(parameter["dtype"], among=ALLOWED_DTYPES)
-                self.entries.setdefault(name, Entry(None, dtype, tuple(parameter["shape"])))
+                rule = RowOptimizer.from_dict(parameter["rule"])
+                self.entries.setdefault(name, Entry(None, dtype, tuple(parameter["shape"]), rule))
 
     def home(self, name: str) -> int:
         """Return the shard of a dense parameter."""

@@ -98,6 +98,7 @@ class Head:
     """The part after the last layer in ``step``: the loss, its weight for each microbatch, and the targets.
 
     Backward starts from ``seed``. ``modules`` are the loss's own: what it holds of the model belongs to the stages.
+    ``trains``: a step of which no microbatch's loss needs a gradient is a mistake.
     """
 
     loss: Callable[[Structure, Structure], Structure]
@@ -106,6 +107,7 @@ class Head:
     keeps_outputs: bool
     seed: float = 1.0
     modules: Sequence[nn.Module] = ()
+    trains: bool = False
 
 
 _Hooks: TypeAlias = list[tuple[dict[Any, Any], dict[Any, Any]]]
@@ -240,6 +242,7 @@ class StageRun:
         self._passes: dict[int, _Pass] = {}
         self._forwards_left = len(plan.sizes)
         self.losses: dict[int, Tensor] = {}
+        self._constant_losses = 0
 
     def forward(self, i: int, inputs: Messages) -> Messages:
         """Run microbatch ``i`` on the packets of each source; returns those for each target."""
@@ -329,6 +332,11 @@ class StageRun:
                     here.loss_edge = get_gradient_edge(loss)
                     ends = [edge.node for edge in here.edges[OUTSIDE][0] if edge is not None]
                     plan.loose.set_aside(here.loss_edge.node, ends)
+                elif head.trains and (again or (stage.index, i) not in plan.recompute):
+                    self._constant_losses += 1
+                    if self._constant_losses == len(head.targets):
+                        what = "the loss does not depend on any parameter that requires a gradient"
+                        raise ValueError(f"{what}; nothing would be trained")
             if here.experts is not None:
                 here.fingerprints = list(map(_fingerprint, [*_leaves(outputs), self.losses.get(i)]))
             packets = [packet for those in outputs.values() for packet in those]
@@ -394,8 +402,6 @@ class StageRun:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"the loss must be one number per microbatch, got {shape}; end it with .mean() or .sum()")
-        if torch.is_grad_enabled() and not loss.requires_grad:
-            raise ValueError("the loss does not depend on any parameter that requires a gradient; nothing is trained")
         # A microbatch without weight adds nothing, even if its loss is NaN, as a mean over no tokens is.
         return loss.reshape(()) * weight if weight else torch.zeros_like(loss.detach().reshape(()))
 
