@@ -352,6 +352,9 @@ class RemoteProcess(RoleProcess):
                 line = f"anabranch: {what} {self.role} {self.rank}{' was lost' * bool(self.pid)}: {why}\n"
                 write_all(self._targets[1], line.encode())
         finally:
+            if MEMBERS_VARIABLE in self.spec.environment and self._code and not self.stopped:
+                # What the others had published by then is on its way: that a first step is done, who has closed.
+                time.sleep(2 * _PUBLISHED_SECONDS)
             for descriptor in (*self._targets, self._end):
                 os.close(descriptor)
 
