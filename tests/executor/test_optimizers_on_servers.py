@@ -360,6 +360,17 @@ def resume_with_momentum(folder: str, mode: str) -> dict[str, list[Any]]:
     return {name: value.tolist() for name, value in model.state_dict().items()}
 
 
+def test_a_checkpoint_with_other_parameter_groups_is_refused_by_name(tmp_path: Path) -> None:
+    model = Net()
+    with opened(model, adam(model), "Hybrid") as executor:
+        executor.run(batch=BATCHES[0])
+        executor.save(tmp_path)
+    groups = [{"params": model.head.parameters()}, {"params": model.table.parameters()}]
+    with opened(model, torch.optim.Adam(groups, lr=0.1), "Hybrid") as executor:  # noqa: SIM117
+        with pytest.raises(ab.CheckpointError, match="holds the parameter groups"):
+            executor.load(tmp_path)
+
+
 @pytest.mark.parametrize(("workers", "mode"), [(1, "PS"), (2, "PS"), pytest.param(2, "Hybrid", marks=pytest.mark.slow)])
 def test_a_checkpoint_s_momentum_counts(workers: int, mode: str, tmp_path: Path) -> None:
     """The buffers were lost, and another worker than the first could not read the tables any more."""

@@ -58,7 +58,9 @@ def test_backward_twice_with_retain_graph(schedule: str, checkpoint: str):
 def test_frozen_parameters_and_inputs_give_an_output_without_graph():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).requires_grad_(False)
     with Pipe(model, [1, 1], chunks=2) as pipe:
-        assert not pipe(torch.randn(4, 3)).requires_grad
+        x = torch.randn(4, 3)
+        assert not pipe(x).requires_grad
+        torch.testing.assert_close(pipe.step(x, x, loss=F.mse_loss).loss, F.mse_loss(model(x), x))
 
 
 class Twice(nn.Module):
