@@ -189,8 +189,9 @@ def test_a_job_without_a_working_fork_server_says_so_and_runs_in_plain_processes
         path = script("import sys; print('torch' in sys.modules)")
         assert launch(path, workers=2, log_dir=tmp_path, server=server, tell=told.append).exit_code == 0
     assert (tmp_path / "worker-1.log").read_text() == "False\n"
-    (line,) = told
-    assert line.startswith("starting a plain process, which takes longer: the fork server")
+    # Its end may be seen only at the second.
+    assert 1 <= len(told) <= 2
+    assert all(line.startswith("starting a plain process, which takes longer: ") for line in told)
 
 
 def test_a_job_forks_again_after_a_fork_that_died(

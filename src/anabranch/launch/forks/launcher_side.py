@@ -116,15 +116,21 @@ class ForkServer:
                 try:
                     send(self._channel, role, (stdin, stdout, stderr, report))
                 except OSError as error:
+                    if isinstance(error, ConnectionError):
+                        self._end()
                     raise ForkServerError(f"the fork server is gone: {error}") from None
             if not select.select([reader], [], [], _SECONDS)[0]:
-                with suppress(subprocess.TimeoutExpired):
-                    self.close()
+                self._end()
                 raise ForkServerError(f"the fork server did not answer in {_SECONDS:.0f} s")
             text = answer.read(_LONGEST_REPORT).decode(errors="replace")
         if not text.isdecimal():
             raise ForkServerError(text or ("its fork died" if self.running else "the fork server died"))
         return int(text)
+
+    def _end(self) -> None:
+        """End one that is of no use any more, so that nobody asks it again."""
+        with suppress(subprocess.TimeoutExpired):
+            self.close()
 
     def close(self) -> None:
         """End it, which keeps nothing; its forks continue to run."""
