@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from anabranch.cli.view import planned
+from anabranch.cli.view import draw_step
 from anabranch.record.trace import ProcessTrace, write_trace
 from anabranch.view.page import page_of
 from anabranch.view.trace_page import read_trace
@@ -60,7 +60,7 @@ def graph(layers: int = 12) -> str:
     nodes.append(node("output loss", "output", "outputs", [last], "loss"))
     data = {
         "nodes": nodes,
-        "facts": {"operations": len(nodes), "peak": 2048, "seconds": 0.25},
+        "facts": {"operations": len(nodes), "peak": 2048},
         "alive": [16, 2048, 16],
         "makers": ["", nodes[-3]["name"], ""],
         "peak": nodes[-3]["name"],
@@ -90,7 +90,7 @@ def test_the_first_look_at_a_graph_has_the_layers_and_one_box_for_the_optimizer(
     assert found["under"]
     assert found["inside"]
     assert found["readable"] >= 9
-    assert found["facts"].endswith(" operations, at most 2.0 KiB, 250 ms")
+    assert found["facts"].endswith(" operations, at most 2.0 KiB")
 
 
 def test_a_graph_is_moved_opened_and_followed_by_keys(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def trace(tmp_path: Path) -> str:
         ]
         parts.append(part)
     write_trace(tmp_path / "out.json", parts)
-    return page_of("run", "out.json", {"job": None, "trace": read_trace(tmp_path / "out.json", planned)})
+    return page_of("run", "out.json", {"job": None, "trace": read_trace(tmp_path / "out.json", draw_step)})
 
 
 LABELS = """
@@ -230,17 +230,23 @@ def test_on_a_phone_a_finger_scrolls_past_the_timeline_and_the_schedule_is_as_wi
         trace(tmp_path),
         """
         out.touch = getComputedStyle(document.querySelector("canvas")).touchAction;
-        const shrunk = svg => svg.viewBox.baseVal.width / svg.getBoundingClientRect().width;
-        out.schedule = [...document.querySelectorAll("svg[aria-label^='as ']")].map(shrunk);
+        out.schedule = [...document.querySelectorAll("svg[aria-label^='as ']")].map(svg => {
+          const letter = svg.querySelector("text").getBoundingClientRect().height;
+          return [svg.getBoundingClientRect().width / svg.parentNode.clientWidth, letter > 12];
+        });
+        out.wide = document.documentElement.scrollWidth <= innerWidth;
+        out.hover = document.querySelector("svg[aria-label^='as planned'] title").textContent;
         """,
         tmp_path,
         size=PHONE,
     )
     assert found["touch"] == "pan-y"
-    assert found["schedule"] == pytest.approx([1, 1], abs=0.1)  # letters are as large as they were drawn
+    assert found["schedule"] == [[1, True], [1, True]]  # letters are as large as they were drawn
+    assert found["wide"]
+    assert found["hover"] == "forward of microbatch 0 on stage 1: 1 from 0"
 
 
 def test_a_trace_without_spans_is_shown_as_such(tmp_path: Path) -> None:
     write_trace(tmp_path / "out.json", [])
-    page = page_of("run", "out.json", {"job": None, "trace": read_trace(tmp_path / "out.json", planned)})
+    page = page_of("run", "out.json", {"job": None, "trace": read_trace(tmp_path / "out.json", draw_step)})
     assert "no spans" in asked(page, "out.text = document.body.innerText;", tmp_path)["text"]

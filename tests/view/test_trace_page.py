@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
-from anabranch.cli.view import planned
+from anabranch.cli.view import draw_step
 from anabranch.record.trace import ProcessTrace, write_trace
 from anabranch.view.trace_page import read_trace
 
@@ -39,7 +40,7 @@ def trace_of(tmp_path: Path, **notes: object) -> dict[str, Any]:
     server = ProcessTrace("parameters 0", 20, "host", 0, threads={1: (21, "serving")}, dropped=5)
     server.spans = [span("pull", "serve", 11, 19, track="served", flow=("serve", "a"))]
     write_trace(tmp_path / "out.json", [worker, server], notes=notes)
-    return read_trace(tmp_path / "out.json", planned)
+    return read_trace(tmp_path / "out.json", draw_step)
 
 
 def test_every_span_is_in_its_lane_with_its_facts(tmp_path: Path) -> None:
@@ -103,15 +104,27 @@ def test_a_schedule_is_shown_as_it_ran_and_as_it_was_planned(tmp_path: Path) -> 
     )
     first.spans.append(span("send activations", "crossing", 3, 4, peer="stage 1", bytes=64))
     write_trace(tmp_path / "out.json", [first, second])
-    found = read_trace(tmp_path / "out.json", planned)
+    found = read_trace(tmp_path / "out.json", draw_step)
     (schedule,) = found["schedules"]
-    assert (schedule["step"], schedule["stages"]) == (3, [0, 1])
-    assert schedule["ran"][1][1] == [0, "backward", 7, 4]
+    assert schedule["step"] == 3
+    ran, planned = (
+        [element.text for element in ElementTree.fromstring(schedule[kind]).iter("{http://www.w3.org/2000/svg}title")]
+        for kind in ("ran", "planned")
+    )
+    assert "backward of microbatch 0 on stage 1: 0.004 ms from 0.007 ms" in ran
     # One forward, one backward: the second stage has its microbatch after 1, and returns it after 2 more.
-    assert schedule["planned"] == [
-        [[0, "forward", 0, 1], [1, "forward", 1, 1], [0, "backward", 4, 2], [1, "backward", 7, 2]],
-        [[0, "forward", 1, 1], [0, "backward", 2, 2], [1, "forward", 4, 1], [1, "backward", 5, 2]],
+    assert planned == [
+        "forward of microbatch 0 on stage 0: 1 from 0",
+        "forward of microbatch 1 on stage 0: 1 from 1",
+        "backward of microbatch 0 on stage 0: 2 from 4",
+        "backward of microbatch 1 on stage 0: 2 from 7",
+        "forward of microbatch 0 on stage 1: 1 from 1",
+        "backward of microbatch 0 on stage 1: 2 from 2",
+        "forward of microbatch 1 on stage 1: 1 from 4",
+        "backward of microbatch 1 on stage 1: 2 from 5",
     ]
+    assert 'aria-label="as planned: 9, 33 % bubble"' in schedule["planned"]
+    assert 'aria-label="as it ran: 0.033 ms, 64 % bubble"' in schedule["ran"]
     assert [(one["from"], one["to"]) for one in found["crossings"]] == [("worker 0", "worker 1")]
 
 
@@ -129,4 +142,4 @@ def test_more_spans_than_a_page_holds_are_counted(tmp_path: Path, monkeypatch: p
 def test_a_file_that_is_not_a_trace_is_refused_by_name(text: str, tmp_path: Path) -> None:
     (tmp_path / "wrong.json").write_text(text)
     with pytest.raises(ValueError, match=r"wrong\.json is not a trace of Anabranch: "):
-        read_trace(tmp_path / "wrong.json", planned)
+        read_trace(tmp_path / "wrong.json", draw_step)

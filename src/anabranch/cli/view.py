@@ -14,7 +14,7 @@ from anabranch.launch.job_status import JobStatus, RoleStatus, latest_job, statu
 from anabranch.record.words import in_words, on_one_line
 from anabranch.view.page import page_of
 from anabranch.view.serving import PageServer
-from anabranch.view.trace_page import Key, TraceData, read_trace
+from anabranch.view.trace_page import TraceData, read_trace
 
 
 def view(
@@ -61,7 +61,7 @@ def _page(path: Path) -> str:
     with path.open("rb") as file:
         start = file.read(256).lstrip()
     if start[:1] == b"{":
-        return page_of("run", path.name, {"job": None, "trace": read_trace(path, planned)})
+        return page_of("run", path.name, {"job": None, "trace": read_trace(path, draw_step)})
     return _graph(path)
 
 
@@ -69,7 +69,7 @@ def _trace_of(job: JobStatus) -> TraceData | None:
     if job.trace is None or not Path(job.trace).is_file():
         return None
     try:
-        return read_trace(Path(job.trace), planned)
+        return read_trace(Path(job.trace), draw_step)
     except (OSError, ValueError) as error:
         tell(on_one_line(f"the page shows no trace: {error}"))
         return None
@@ -120,25 +120,11 @@ def _crossings(role: RoleStatus, job: JobStatus) -> list[dict[str, Any]]:
     return crossings
 
 
-def planned(orders: Mapping[int, Sequence[Key]]) -> Mapping[Key, tuple[float, float]]:
-    """Simulate the actions of a pipeline in the order of each stage, by the simulator of ``ab.Pipe``'s schedules.
+def draw_step(ran: Mapping[int, Sequence[tuple[int, str, float, float]]]) -> tuple[str, str]:
+    """Return the pictures of a pipeline's step, drawn by the same code as ``save_picture``'s."""
+    from anabranch.pipeline.drawing import pictures_of_step  # imports torch
 
-    >>> orders = {0: [(0, 0, "forward"), (0, 0, "backward")], 1: [(1, 0, "forward"), (1, 0, "backward")]}
-    >>> planned(orders)[0, 0, "backward"]
-    (4.0, 2.0)
-    """
-    from anabranch.pipeline.schedule import PHASES, Action, Kind, run_on_clock  # imports torch
-
-    kinds = {phase: kind for kind, phase in PHASES.items()}
-    costs = {Kind.F: 1.0, Kind.B: 2.0, Kind.W: 1.0, Kind.R: 1.0}
-    stages = sorted(orders)
-    rows = [[Action(kinds.get(phase, Kind.W), stage, i) for _, i, phase in orders[stage]] for stage in stages]
-    intervals, _ = run_on_clock(rows, lambda action: costs.get(action.kind, 0.0))
-    return {
-        key: (interval.start, interval.end - interval.start)
-        for stage, row in zip(stages, intervals, strict=True)
-        for key, interval in zip(orders[stage], row, strict=False)  # shorter where a trace begins or ends within a step
-    }
+    return pictures_of_step(ran)
 
 
 def _graph(path: Path) -> str:

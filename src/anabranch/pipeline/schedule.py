@@ -25,7 +25,7 @@ Index letters, here and in the whole package: ``i`` of ``m`` microbatches, ``j``
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -260,14 +260,25 @@ def simulate(schedule: Schedule, costs: Mapping[Kind, float] | Callable[[Action]
             B and W 1 each, R 1.
     """
     if not callable(costs):
-        default = {**dict.fromkeys(PHASES, 1.0), Kind.B: 1.0 if schedule.splits_backward else 2.0}
-        table = default if costs is None else costs
+        table = usual_costs(schedule.actions) if costs is None else costs
         costs = lambda action: table.get(action.kind, 0.0)  # noqa: E731
     intervals, _ = run_on_clock(schedule.actions, costs)
-    makespan = max(interval.end for interval in chain.from_iterable(intervals))
+    return Simulation(
+        tuple(map(tuple, intervals)), *makespan_and_bubble(intervals), tuple(map(_peak, schedule.actions))
+    )
+
+
+def usual_costs(actions: Iterable[Sequence[Action]]) -> dict[Kind, float]:
+    """Return the costs of ``simulate``: F, W and R take 1, and B does what is left of 2."""
+    splits = any(action.kind is Kind.W for action in chain.from_iterable(actions))
+    return {**dict.fromkeys(PHASES, 1.0), Kind.B: 1.0 if splits else 2.0}
+
+
+def makespan_and_bubble(intervals: Sequence[Sequence[Interval]]) -> tuple[float, float]:
+    """Return the end of the last action, and the idle part of all ranks' time."""
+    makespan = max((interval.end for interval in chain.from_iterable(intervals)), default=0.0)
     busy = sum(interval.end - interval.start for interval in chain.from_iterable(intervals))
-    bubble = 1.0 - busy / (makespan * schedule.ranks) if makespan else 0.0
-    return Simulation(tuple(map(tuple, intervals)), makespan, bubble, tuple(map(_peak, schedule.actions)))
+    return makespan, 1.0 - busy / (makespan * len(intervals)) if makespan else 0.0
 
 
 def _peak(actions: Sequence[Action]) -> int:

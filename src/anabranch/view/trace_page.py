@@ -18,11 +18,10 @@ TraceData: TypeAlias = dict[str, Any]
 Action: TypeAlias = tuple[int, int, int, str, float, float]
 """Step, stage, microbatch, phase, start and duration."""
 
-Key: TypeAlias = tuple[int, int, str]
-"""Stage, microbatch and phase."""
-
-Simulate: TypeAlias = Callable[[Mapping[int, Sequence[Key]]], Mapping[Key, tuple[float, float]]]
-"""Returns start and duration of each action, from the order of each stage's actions."""
+Draw: TypeAlias = Callable[[Mapping[int, Sequence[tuple[int, str, float, float]]]], tuple[str, str]]
+"""Returns pictures of a pipeline's step as planned and as it ran, from each stage's actions in the order in which they
+ran: microbatch, phase, start and end in milliseconds.
+"""
 
 _MOST_STEPS = 50
 _MOST_SPANS = 200_000
@@ -31,12 +30,12 @@ _BYTES = ("bytes", "sent_bytes", "received_bytes")
 _STAGE = "anabranch-stage-"  # begins the name of a stage's thread
 
 
-def read_trace(path: Path, simulate: Simulate) -> TraceData:
+def read_trace(path: Path, draw: Draw) -> TraceData:
     """Return the data of a trace file, as ``record/trace.py`` writes it, that ``run.js`` draws.
 
     Args:
         path: the file.
-        simulate: the pipeline's simulator, called if the trace has actions of a pipeline.
+        draw: ``pipeline/drawing.py``'s, called if the trace has actions of a pipeline.
 
     Raises:
         ValueError: it is not a trace, or larger than 64 MB; gives the reason.
@@ -71,7 +70,7 @@ def read_trace(path: Path, simulate: Simulate) -> TraceData:
         "arrows": _arrows(events, numbers_of),
         "crossings": _crossings(lanes),
         "waits": _waits(lanes, steps),
-        "schedules": _schedules(_actions(lanes, steps), simulate),
+        "schedules": _schedules(_actions(lanes, steps), draw),
         "notes": _notes(other, dropped),
     }
 
@@ -235,46 +234,27 @@ def _actions(lanes: Iterable[_Lane], steps: _Steps) -> Iterable[Action]:
     for lane in lanes:
         for event in lane.events:
             facts = event["args"]
-            if event["cat"] == "compute" and "stage" in facts and "microbatch" in facts:
+            stage, microbatch = facts.get("stage"), facts.get("microbatch")
+            if event["cat"] == "compute" and isinstance(stage, int) and isinstance(microbatch, int):
                 step = steps.at(lane.process, event["ts"])
                 if step is not None:
-                    yield step, facts["stage"], facts["microbatch"], event["name"], event["ts"], event["dur"]
+                    yield step, stage, microbatch, event["name"], event["ts"], event["dur"]
 
 
-def _schedules(actions: Iterable[Action], simulate: Simulate) -> list[dict[str, Any]]:
-    """Return the schedule of each step: rows of stages, each with microbatch, phase, start and duration.
-
-    Of a step that accumulates several runs it is that of the first.
-
-    ``ran`` is in microseconds from the step's first action; ``planned`` has each stage's actions in the same order, in
-    units of a forward, as they lie where every forward takes one, every backward two, and nothing waits for a network.
-    """
-    steps: dict[int, list[Action]] = {}
-    for action in actions:
-        if action[0] in steps or len(steps) < _MOST_STEPS:
-            steps.setdefault(action[0], []).append(action)
-    return [_of_step(step, found, simulate) for step, found in sorted(steps.items())]
-
-
-def _of_step(step: int, actions: list[Action], simulate: Simulate) -> dict[str, Any]:
-    first = min(start for *_, start, _ in actions)
-    orders: dict[int, list[Key]] = {}
-    ran: dict[int, list[list[Any]]] = {}
-    seen: set[Key] = set()
-    for _, stage, microbatch, phase, start, duration in sorted(actions, key=lambda action: action[4]):
-        if (stage, microbatch, phase) in seen:
-            continue
-        seen.add((stage, microbatch, phase))
-        orders.setdefault(stage, []).append((stage, microbatch, phase))
-        ran.setdefault(stage, []).append([microbatch, phase, round(start - first, 2), round(duration, 2)])
-    stages = sorted(orders)
-    plan = simulate(orders)
-    return {
-        "step": step,
-        "stages": stages,
-        "ran": [ran[stage] for stage in stages],
-        "planned": [[[key[1], key[2], *plan[key]] for key in orders[stage] if key in plan] for stage in stages],
-    }
+def _schedules(actions: Iterable[Action], draw: Draw) -> list[dict[str, Any]]:
+    """Return the pictures of each step; of one that accumulates several runs, those of its first."""
+    steps: dict[int, dict[tuple[int, int, str], tuple[float, float]]] = {}
+    for step, stage, microbatch, phase, start, duration in sorted(actions, key=lambda action: action[4]):
+        if step in steps or len(steps) < _MOST_STEPS:
+            steps.setdefault(step, {}).setdefault((stage, microbatch, phase), (start, start + duration))
+    schedules = []
+    for step, times in sorted(steps.items()):
+        ran: dict[int, list[tuple[int, str, float, float]]] = {}
+        first = min(start for start, _ in times.values())
+        for (stage, microbatch, phase), (start, end) in times.items():
+            ran.setdefault(stage, []).append((microbatch, phase, (start - first) / 1e3, (end - first) / 1e3))
+        schedules.append(dict(zip(("step", "planned", "ran"), (step, *draw(ran)), strict=True)))
+    return schedules
 
 
 def _notes(other: Mapping[str, Any], dropped: int) -> list[str]:

@@ -12,7 +12,7 @@ const duration = us => us >= 6e7 ? (us / 6e7).toFixed(1) + " min" : us >= 1e6 ? 
 const number = x => x === 0 ? "0" : Math.abs(x) >= 1e5 || Math.abs(x) < 1e-3 ? x.toExponential(2)
   : String(Number(x.toPrecision(4)));
 
-// Elements are made of text nodes alone: nothing in the data is ever read as HTML.
+// Elements are made of text nodes alone: nothing in the data is ever read as HTML, and as SVG only our own pictures.
 const element = (tag, attributes = {}, ...children) => {
   const made = document.createElement(tag);
   for (const key in attributes) made.setAttribute(key, attributes[key]);

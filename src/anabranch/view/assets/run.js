@@ -1,6 +1,5 @@
 const {job, trace} = data;
 const KINDS = {step: "step", compute: "forward", crossing: "crossing", serve: "serve", wait: "wait", load: "load", operator: "operator"};
-const PHASES = {forward: "forward", backward: "backward", weight: "update", recompute: "operator"};
 const kindOf = (category, name) => category === "compute"
   ? name.startsWith("backward") ? "backward" : /optimizer|push|weight/.test(name) ? "update" : "forward"
   : KINDS[category] || "operator";
@@ -122,37 +121,16 @@ const drawJob = () => {
   section("Processes", element("div", {class: "scroll"}, table));
 };
 
-// The pipeline: rows of stages, boxes of microbatches, as planned above and as it ran below.
+// The pipeline: pictures of pipeline/drawing.py, as planned above and as it ran below.
 const drawSchedules = () => {
   if (!trace || !trace.schedules.length) return;
   const choice = element("select", {"aria-label": "step"}, ...trace.schedules.map((one, i) => element("option", {value: i}, "step " + one.step)));
   choice.value = Math.floor(trace.schedules.length / 2);
-  const space = element("div", {class: "scroll"});
-  const made = section("The pipeline", space);
-  made.firstChild.append(choice, ...["forward", "backward", "weight", "recompute"].map(phase => key(PHASES[phase], phase)));
-  const draw = () => {
-    const {stages, planned, ran} = trace.schedules[choice.value];
-    const width = SMALL ? innerWidth - 40 : 1180, left = 62, row = 26;
-    const block = (title, rows, unit) => {
-      const end = Math.max(...rows.flat().map(one => one[2] + one[3]), 1e-9);
-      const busy = rows.flat().reduce((sum, one) => sum + one[3], 0) / (end * stages.length);
-      const svg = drawn(element("div"), "svg", {viewBox: `0 0 ${width} ${rows.length * row}`, width, height: rows.length * row, role: "img", "aria-label": title});
-      rows.forEach((actions, r) => {
-        drawn(svg, "text", {class: "soft", x: 0, y: r * row + 17}, "stage " + stages[r]);
-        for (const [microbatch, phase, start, length] of actions) {
-          const x = left + (width - left) * start / end, w = Math.max(1, (width - left) * length / end - 1);
-          const box = drawn(svg, "g", {});
-          drawn(box, "rect", {x, y: r * row + 2, width: w, height: row - 4, rx: 2, fill: `var(--${PHASES[phase] || "operator"})`});
-          if (w > 16) drawn(box, "text", {x: x + w / 2, y: r * row + 17, "text-anchor": "middle", style: "fill:#fff"}, microbatch);
-          drawn(box, "title", {}, `${phase} of microbatch ${microbatch} on stage ${stages[r]}: ${unit(length)} from ${unit(start)}`);
-        }
-      });
-      return element("div", {}, element("div", {class: "soft"}, `${title}: ${unit(end)}, stages busy ${(100 * busy).toFixed(0)} %`), svg.parentNode);
-    };
-    space.replaceChildren(
-      block("as planned, if a forward takes 1, a backward 2 and messages nothing", planned, x => number(x)),
-      element("div", {style: "height:8px"}), block("as it ran", ran, duration));
-  };
+  const space = element("div");
+  const made = section("The pipeline", space, element("div", {class: "soft"}, "Planned: a forward takes 1, a backward 2 (or 1 and its weights 1), a message nothing."));
+  made.firstChild.append(choice);
+  const picture = text => document.importNode(new DOMParser().parseFromString(text, "image/svg+xml").documentElement, true);
+  const draw = () => { const {planned, ran} = trace.schedules[choice.value]; space.replaceChildren(picture(planned), picture(ran)); };
   choice.addEventListener("change", draw);
   draw();
 };
