@@ -25,7 +25,7 @@ from saves import assert_whole, save
 from anabranch import checkpoint
 from anabranch.checkpoint import generations, tensor_file, writing
 from anabranch.errors import CheckpointError
-from anabranch.record.fault_points import on_fault_point
+from anabranch.record.spans import on_fault_point
 from programs import Programs
 
 # Saves `before` times undisturbed and then once more, killed at the nth fault point; prints "acknowledged" if it came
@@ -34,7 +34,7 @@ SWEEP = """
 import os, signal, sys
 import torch
 from anabranch import checkpoint
-from anabranch.record.fault_points import on_fault_point
+from anabranch.record.spans import on_fault_point
 
 torch.set_num_threads(1)
 top, before = sys.argv[1], int(sys.argv[2])

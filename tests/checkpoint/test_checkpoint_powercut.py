@@ -20,7 +20,7 @@ from saves import assert_whole, save
 
 from anabranch import checkpoint
 from anabranch.errors import CheckpointError
-from anabranch.record.fault_points import on_fault_point
+from anabranch.record.spans import on_fault_point
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
 

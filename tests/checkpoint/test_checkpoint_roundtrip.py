@@ -20,8 +20,7 @@ from torch import Tensor
 from anabranch import checkpoint
 from anabranch.checkpoint import state as checkpoint_state
 from anabranch.errors import CheckpointError
-from anabranch.record.fault_points import on_fault_point
-from anabranch.record.spans import Span, heard
+from anabranch.record.spans import Span, heard, on_fault_point
 from anabranch.tensors.dtypes import SAFETENSORS_NAMES
 
 DTYPES = list(SAFETENSORS_NAMES)

@@ -199,10 +199,10 @@ import types
 import torch
 from torch import nn
 import anabranch as ab
-from anabranch.tables.kernels import caches, routing, rows
+from anabranch.tables.kernels import caches, rows, vocabulary
 
 def made():
-    modules = (caches, routing, rows)
+    modules = (caches, rows, vocabulary)
     kernels = {f"{m.__name__}.{name}": k for m in modules for name, k in vars(m).items() if hasattr(k, "signatures")}
     return {name: len(kernel.signatures) for name, kernel in kernels.items()}
 
@@ -213,7 +213,7 @@ batches = [torch.randint(50, (9, 2)) for _ in range(8)]
 with ab.Executor(step, "Hybrid", cache=ab.Cache("LFU", 10, BOUNDS), dataloaders={"default": batches}) as executor:
     before = made()
     assert before["anabranch.tables.kernels.caches.ask"] == 1, before
-    assert before["anabranch.tables.kernels.routing.arrange"] == 1, before
+    assert before["anabranch.tables.kernels.vocabulary.arrange"] == 1, before
     for _ in batches:
         executor.run()
     after = made()

@@ -29,7 +29,7 @@ from anabranch.experts import (
 )
 from anabranch.experts.server import expert_server
 from anabranch.experts.server.persistence import Persistence
-from anabranch.record.fault_points import on_fault_point
+from anabranch.record.spans import on_fault_point
 from anabranch.tensors import TensorSpec
 from anabranch.transport import Client, pack
 from anabranch.transport.frame import FailureFrame, Hello, ReplyHeader, RequestHeader, encode

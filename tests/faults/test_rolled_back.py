@@ -17,7 +17,7 @@ import anabranch as ab
 from anabranch.checkpoint import read
 from anabranch.errors import CheckpointError, RolledBack
 from anabranch.parameter_server import ParameterClient, ParameterServer, Worker
-from anabranch.record.fault_points import on_fault_point
+from anabranch.record.spans import on_fault_point
 from anabranch.testing import MemoryTransport
 from waiting import wait_until
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from anabranch.parameter_server.server.contents import ShardSnapshot
 from anabranch.tables import Placement, RowBlock, Table
-from anabranch.tables.kernels import routing
+from anabranch.tables.kernels import vocabulary
 from anabranch.tables.snapshot import RowSnapshot
 
 
@@ -33,5 +33,5 @@ def owners_of(placement: Placement, ids: NDArray[Any]) -> NDArray[Any]:
     """Return the shard of each id."""
     out, fixed, key = np.empty_like(ids), placement.rows is not None, np.array([placement.key], np.uint64)
     limits, halves = (np.array([number]) for number in ((placement.rows, placement.half) if fixed else (-1, 0)))
-    assert routing.owners(ids, np.array([0, ids.size]), limits, halves, key, placement.shards, out) < 0
+    assert vocabulary.owners(ids, np.array([0, ids.size]), limits, halves, key, placement.shards, out) < 0
     return out

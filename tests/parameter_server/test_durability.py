@@ -19,14 +19,13 @@ from clusters import durable_shard
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError, SchemaError
 from anabranch.parameter_server import Merging, ParameterClient, ParameterServer, Worker
-from anabranch.parameter_server.messages import InitMessage, PushMessage, PushPart
+from anabranch.parameter_server.messages import Compression, InitMessage, PushMessage, PushPart
 from anabranch.parameter_server.server import durability, push_log
 from anabranch.parameter_server.server.durability import AppliedRequests
 from anabranch.parameter_server.server.push_log import PREAMBLE_BYTES, Bodies, PushLog, Record, body_path, log_of
-from anabranch.record.fault_points import on_fault_point
+from anabranch.record.spans import on_fault_point
 from anabranch.tables import Constant, Normal, RowOptimizer, TableSpec
 from anabranch.tables.kernels.caches import WITH_STATE
-from anabranch.tensors.packing import Compression
 from anabranch.testing import MemoryTransport, faults
 from covering import slow_except
 from programs import Program, Programs

@@ -14,7 +14,6 @@ from saved_rows import blocks
 from anabranch.parameter_server import ParameterClient, RemoteEmbedding, RemoteTables
 from anabranch.tables import Cache, Constant, Family, KernelThreads, RowOptimizer, Table, TableSpec
 from anabranch.tables.arena import Arena
-from anabranch.tables.kernels import memory
 
 IDS = st.lists(
     st.sampled_from([0, 1, 2, 3, 5, 8, -1, 2**53, 2**53 + 1, -(2**63) + 1, -(2**63), 2**63 - 1]), min_size=1, max_size=6
@@ -179,7 +178,7 @@ def test_an_id_whose_tag_another_has_is_restored_and_one_that_is_there_is_not() 
 
 @pytest.mark.parametrize("eviction", ["age", "frequency"])
 def test_rows_and_evictions_do_not_depend_on_threads(eviction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_SMALL", 1)
+    monkeypatch.setattr("anabranch.tables.kernels.rows._SMALL", 1)
     spec = TableSpec("t", None, 3, capacity=30, eviction=eviction, admission=0.9)
     rule = RowOptimizer(Family.ADAM, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8)
     with KernelThreads(3) as pool:

@@ -14,6 +14,7 @@ from torch import nn
 
 import anabranch as ab
 from anabranch.parameter_server import ParameterClient, RemoteTables
+from anabranch.parameter_server.messages import Share, join, split
 from anabranch.tables import (
     Constant,
     DenseParameter,
@@ -24,8 +25,7 @@ from anabranch.tables import (
     TableSpec,
     arena,
 )
-from anabranch.tables.kernels.memory import working_dtype
-from anabranch.tensors.packing import Share, join, split
+from anabranch.tensors.dtypes import working_dtype
 
 ROWS, WIDTH = 24, 16
 FUSED = ("sgd with decay", "nesterov with decay", "adagrad", "adam", "adamw amsgrad")

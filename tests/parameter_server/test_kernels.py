@@ -28,9 +28,8 @@ from anabranch.tables import (
     Uniform,
 )
 from anabranch.tables.dense_parameter import DenseParameter
-from anabranch.tables.kernels.memory import as_array
 from anabranch.tables.kernels.numbers import load, rounded
-from anabranch.tables.kernels.rows import quantile
+from anabranch.tables.kernels.rows import as_array, quantile
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 REFERENCES = [(name, dtype) for name, factory in DENSE.items() for dtype in DTYPES if factory.func in FUSED]

@@ -11,9 +11,9 @@ from torch import nn
 
 from anabranch.errors import NonFinite, SchemaError
 from anabranch.parameter_server import ParameterClient, RemoteTables
+from anabranch.parameter_server.messages import Share, acceptable, expected, join, split
 from anabranch.tables import Cache, Normal, RowOptimizer, TableSpec
 from anabranch.tables.optimizers.row_optimizers import Family
-from anabranch.tensors.packing import Share, acceptable, expected, join, split
 
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
 SHARES = st.lists(

@@ -150,7 +150,7 @@ def test_a_gradient_has_the_ids_shape_or_number_and_then_a_row_s(ids: tuple[int,
 def test_ids_from_the_wire_are_checked_again_by_the_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     with client_of(2) as client:
         client.init("t", (10, 2), kind="rows", init=1.0, optimizer=SGD)
-        nothing_checked = "anabranch.parameter_server.client.row_messages.routing.owners"
+        nothing_checked = "anabranch.parameter_server.client.row_messages.vocabulary.owners"
         monkeypatch.setattr(nothing_checked, lambda ids, *others: (others[-1].fill(0), -1)[1])
         for bad in (-1, 10, 2**62):
             with pytest.raises(NotFound, match="ids"):

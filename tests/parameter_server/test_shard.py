@@ -31,7 +31,9 @@ from anabranch.parameter_server.messages import (
     PushPart,
     ReleaseMessage,
     RestoreMessage,
+    Share,
     WorkerProgress,
+    join,
 )
 from anabranch.parameter_server.server import shard as shard_module
 from anabranch.parameter_server.server.push_log import PushLog, Record
@@ -40,7 +42,6 @@ from anabranch.parameter_server.server.worker_order import WorkerOrder
 from anabranch.record.spans import Span, heard
 from anabranch.tables import Constant, Family, RowOptimizer, TableSpec
 from anabranch.tables.optimizers.row_optimizers import CONSTANTS
-from anabranch.tensors.packing import Share, join
 from anabranch.testing import FakeClock, LossyTransport, MemoryTransport
 from anabranch.transport import Client, Request, pack
 from waiting import PATIENCE, wait_until

@@ -14,7 +14,6 @@ from test_row_table import DENSE
 from anabranch.errors import NotFound
 from anabranch.tables import Family, KernelThreads, Normal, RowOptimizer, RowWiseAdagrad, Table, TableGroup, TableSpec
 from anabranch.tables.arena import Arena
-from anabranch.tables.kernels import memory
 
 ROWS = (50, 7, 300, None)
 WIDTH = 5
@@ -76,7 +75,7 @@ def same_answers(group: TableGroup, alone: list[Table], seed: int) -> None:
 def test_a_group_of_tables_on_two_threads_moves_as_its_tables_do_alone(
     name: str, dtype: torch.dtype, every_row_moves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "_SMALL", 1)
+    monkeypatch.setattr("anabranch.tables.kernels.rows._SMALL", 1)
     rule, shards = RowOptimizer.from_factory(RULES[name]), 3 if name == "adagrad" else 1
     make = functools.partial(make_tables, rule, shards, dtype=dtype, every_row_moves=every_row_moves)
     alone = make()

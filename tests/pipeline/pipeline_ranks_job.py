@@ -33,8 +33,7 @@ import anabranch as ab
 from anabranch.pipeline import make_schedule, split
 from anabranch.pipeline.links import connection
 from anabranch.pipeline.pipe import PipeRanks
-from anabranch.record.fault_points import on_fault_point
-from anabranch.record.spans import Span, heard
+from anabranch.record.spans import Span, heard, on_fault_point
 from anabranch.tensors import flatten
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

@@ -13,7 +13,7 @@ from pipeline_models import assert_same_gradients, close
 from torch import Tensor, nn
 
 from anabranch import Pipe
-from anabranch.record.fault_points import on_fault_point
+from anabranch.record.spans import on_fault_point
 
 
 def model_of_four() -> nn.Sequential:

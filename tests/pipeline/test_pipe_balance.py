@@ -28,8 +28,7 @@ from anabranch.pipeline import (
 )
 from anabranch.pipeline.schedule import PHASES
 from anabranch.pipeline.stage import balance
-from anabranch.record.fault_points import on_fault_point
-from anabranch.record.spans import Span, heard
+from anabranch.record.spans import Span, heard, on_fault_point
 from anabranch.testing import FakeClock
 
 _clock = FakeClock()

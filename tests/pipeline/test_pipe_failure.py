@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from anabranch import DeadlineExceeded, Pipe
 from anabranch.pipeline import make_schedule
 from anabranch.pipeline.engine import StageEngine
-from anabranch.record.fault_points import on_fault_point
+from anabranch.record.spans import on_fault_point
 
 
 def model_and_batch() -> tuple[nn.Sequential, Tensor, Tensor]:

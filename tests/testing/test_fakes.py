@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from anabranch.deadline import Deadline
-from anabranch.record.fault_points import fault_point
+from anabranch.record.spans import fault_point
 from anabranch.testing import FakeClock, LossyTransport, MemoryTransport, faults
 from anabranch.transport import Call, Client, Request, Server, Verb
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from anabranch.errors import CheckpointError
-from anabranch.record.fault_points import fault_point
+from anabranch.record.spans import fault_point
 
 SET_ASIDE = "set-aside"
 """The folder of files that are not to be used any more."""

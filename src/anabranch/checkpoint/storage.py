@@ -34,7 +34,7 @@ from anabranch.checkpoint.generations import (
 from anabranch.deadline import check_seconds
 from anabranch.errors import CheckpointError
 from anabranch.liveness.meeting import begin_call
-from anabranch.record.fault_points import fault_point
+from anabranch.record.spans import fault_point
 
 SECONDS_VARIABLE = "ANABRANCH_STORAGE_SECONDS"
 """The environment variable with the seconds after which a call to a store is given up; more for each MiB it moves."""

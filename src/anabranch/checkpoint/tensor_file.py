@@ -35,7 +35,7 @@ from torch import Tensor
 from anabranch.checkpoint.generations import open_regular
 from anabranch.checkpoint.manifest import FileRecord, TensorRecord
 from anabranch.errors import CheckpointError
-from anabranch.record.fault_points import fault_point
+from anabranch.record.spans import fault_point
 from anabranch.tensors.dtypes import SAFETENSORS_NAMES, as_bytes
 
 

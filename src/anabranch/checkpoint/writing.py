@@ -44,8 +44,7 @@ from anabranch.checkpoint.state import encode
 from anabranch.checkpoint.storage import Place, Storage, as_place
 from anabranch.checkpoint.tensor_file import check_writable, write_all, write_tensors
 from anabranch.errors import CheckpointError
-from anabranch.record.fault_points import fault_point
-from anabranch.record.spans import mark
+from anabranch.record.spans import fault_point, mark
 
 Group = Mapping[str, Tensor]
 """Tensors by name."""

@@ -63,12 +63,13 @@ from anabranch.executor.steps import EvalStep, Step, StepDescription, TrainStep,
 from anabranch.graph import Graph
 from anabranch.job import job
 from anabranch.liveness.membership import own_place
+from anabranch.parameter_server.messages import Compression
 from anabranch.pipeline import Pipe
 from anabranch.pipeline.pipe import PipeRanks
 from anabranch.record import spans
 from anabranch.record.process import PLAN_VARIABLE, process_record
 from anabranch.tables import Cache
-from anabranch.tensors import Compression, Structure, as_tensors, map_structure
+from anabranch.tensors import Structure, as_tensors, map_structure
 
 __all__ = ["Executor"]
 

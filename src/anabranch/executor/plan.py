@@ -39,8 +39,8 @@ from anabranch.executor.steps import TrainStep
 from anabranch.executor.survey import StepSurvey, TableRows, survey_step
 from anabranch.job import job
 from anabranch.parameter_server import ParameterClient, RemoteEmbedding
-from anabranch.tensors import Compression, Structure
-from anabranch.tensors.packing import Share
+from anabranch.parameter_server.messages import Compression, Share
+from anabranch.tensors import Structure
 
 _SHORT = 1 << 31  # the most rows of a table whose ids travel as 32 bits
 _FLAGS = 1  # numbers per summed gradient beside its own

@@ -18,9 +18,9 @@ from anabranch.deadline import check_seconds
 from anabranch.executor.routes import CommMode, Routes, comm_mode_of, plan_routes
 from anabranch.executor.steps import Step, StepDescription, TrainStep, distinct_models, named_steps
 from anabranch.parameter_server import Consistency
+from anabranch.parameter_server.messages import Compression, check_compression
 from anabranch.pipeline import Pipe
 from anabranch.tables import Cache
-from anabranch.tensors import Compression, check_compression
 
 EngineName: TypeAlias = Literal["tape", "graph"]
 _ENGINES: tuple[EngineName, ...] = ("tape", "graph")

@@ -42,9 +42,8 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import ProtocolError, SchemaError
-from anabranch.tensors import Structure, TensorSpec, from_blocks, to_blocks
+from anabranch.tensors import Structure, TensorSpec, from_blocks, in_half, to_blocks
 from anabranch.tensors.dtypes import DTYPE_CODES, DTYPES, dtype_name
-from anabranch.tensors.packing import all_finite
 from anabranch.tensors.tree_codec import Path, decode, encode
 from anabranch.transport import RequestHeader, pack, unpack
 from anabranch.transport.frame import ReplyHeader
@@ -674,7 +673,7 @@ def to_wire(tensors: Sequence[Tensor | None], specs: Sequence[TensorSpec | None]
         elif spec.compression == "int8":
             parts += to_blocks(tensor.detach(), BLOCK)
         else:
-            parts.append(_rounded(tensor.detach(), _HALVES[spec.compression]))
+            parts.append(in_half(tensor.detach(), _HALVES[spec.compression]))
     return parts
 
 
@@ -694,13 +693,6 @@ def from_wire(
         else:
             tensors.append(next(left).to(spec.dtype))
     return tensors
-
-
-def _rounded(tensor: Tensor, half: torch.dtype) -> Tensor:
-    # To the largest number rather than to infinity; NaN and Inf travel, and the other side refuses them.
-    limit = torch.finfo(half).max
-    rounded = tensor.clamp(-limit, limit).to(half)
-    return rounded if all_finite([tensor]) else torch.where(torch.isfinite(tensor), rounded, tensor.to(half))
 
 
 def count_parts(layout: Layout) -> int:
@@ -733,16 +725,16 @@ def check_parts(layout: Layout, message: RequestHeader | ReplyHeader, sent: int 
     left = iter(parts)
     for name, spec in layout:
         part = next(left)
-        shape, dtype = part.shape, spec.dtype
+        shape, came, dtype = part.shape, DTYPES[part.code], spec.dtype
         if spec.compression is not None:
             dtype = _HALVES.get(spec.compression, torch.int8)
-        if part.dtype is not dtype or shape[:1] != (rows,) or (shape[1:] != spec.shape and not spec.fits(shape[1:])):
+        if came is not dtype or shape[:1] != (rows,) or (shape[1:] != spec.shape and not spec.fits(shape[1:])):
             raise SchemaError(
                 f"{name}: expected {spec.describe()} as {dtype_name(dtype)}, for {rows} rows, got {tuple(shape)} "
-                f"{dtype_name(part.dtype)}"
+                f"{dtype_name(came)}"
             )
         if dtype is torch.int8 is not spec.dtype:
             scales, count = next(left), (-(-torch.Size(shape).numel() // BLOCK),)
-            if scales.dtype is not torch.float32 or tuple(scales.shape) != count:
+            if DTYPES[scales.code] is not torch.float32 or tuple(scales.shape) != count:
                 raise SchemaError(f"{name}: expected {count} float32 scales, got {tuple(scales.shape)}")
     return rows

@@ -46,7 +46,7 @@ from anabranch.pipeline.links.connection import (
 from anabranch.pipeline.schedule import PHASES, Action, Kind
 from anabranch.pipeline.stage.packet import Message, Packet, size_of
 from anabranch.pipeline.stage.stage import OUTSIDE, StageRun
-from anabranch.record import fault_points, spans
+from anabranch.record import spans
 from anabranch.tensors import Structure, flatten
 from anabranch.tensors.tree_codec import decode, encode
 
@@ -414,8 +414,8 @@ class EngineRun:
         """Run a stage; return its messages to others. An exception gets the place."""
         run, i, phase = self._runs[action.stage], action.microbatch, PHASES[action.kind]
         try:
-            if fault_points.installed is not None:
-                fault_points.installed(f"pipeline.{phase}.{action.stage}.{i}")
+            if spans.fault_handler is not None:
+                spans.fault_handler(f"pipeline.{phase}.{action.stage}.{i}")
             with spans.span(phase, "compute", stage=action.stage, microbatch=i):
                 answers: dict[int, Message] = {}
                 match action.kind:

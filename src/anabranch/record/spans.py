@@ -248,6 +248,32 @@ def open_spans(longer_than: float = LONG) -> list[dict[str, Any]]:
     return sorted(lasting, key=lambda one: one["since"])
 
 
+# --- fault points: named places where a crash would be interesting, as before an acknowledgement leaves
+
+fault_handler: Callable[[str], None] | None = None
+"""The handler that is called at every fault point; ``anabranch.testing`` installs one."""
+
+
+def fault_point(name: str) -> None:
+    """Name a place where a test may raise, block or kill the process; nothing happens elsewhere."""
+    if fault_handler is not None:
+        fault_handler(name)
+
+
+@contextmanager
+def on_fault_point(handler: Callable[[str], None]) -> Iterator[None]:
+    """Call ``handler(name)`` at every fault point until the block ends; its exceptions are raised there."""
+    global fault_handler
+    with _lock:
+        if fault_handler is not None:
+            raise RuntimeError("a fault handler is already installed; leave its block first")
+        fault_handler = handler
+    try:
+        yield
+    finally:
+        fault_handler = None
+
+
 def _forget() -> None:
     """In a fork: its activity does not belong to the parent process."""
     global _adds, _lock

@@ -8,7 +8,7 @@ on workers.
 
 from anabranch.tables.cache import Cache, CacheStatistics
 from anabranch.tables.dense_parameter import DenseParameter
-from anabranch.tables.kernels.memory import KernelThreads
+from anabranch.tables.kernels.rows import KernelThreads
 from anabranch.tables.optimizers.gradient_optimizers import FTRL, RowWiseAdagrad
 from anabranch.tables.optimizers.row_optimizers import Family, ParameterState, RowOptimizer, from_torch, to_torch
 from anabranch.tables.row_block import RowBlock

@@ -20,10 +20,11 @@ from llvmlite import binding
 from numpy.typing import NDArray
 
 from anabranch.tables.kernels import vocabulary
-from anabranch.tables.kernels.memory import KernelThreads, as_array, working_dtype
+from anabranch.tables.kernels.rows import KernelThreads, as_array
 from anabranch.tables.kernels.vocabulary import BLOCK, FULL, SLOTS, Index
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
 from anabranch.tables.table_spec import Placement, TableSpec, table_key
+from anabranch.tensors.dtypes import working_dtype
 
 Array = NDArray[Any]
 U = np.uint64

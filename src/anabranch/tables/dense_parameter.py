@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import SchemaError
-from anabranch.tables.kernels.memory import as_array
-from anabranch.tables.kernels.rows import move_all
+from anabranch.tables.kernels.rows import as_array, move_all
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
 from anabranch.tables.table_spec import ALLOWED_DTYPES
 

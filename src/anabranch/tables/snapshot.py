@@ -31,8 +31,7 @@ from numpy.typing import NDArray
 
 from anabranch.errors import CheckpointError
 from anabranch.tables.arena import Arena
-from anabranch.tables.kernels.memory import as_tensor
-from anabranch.tables.kernels.rows import keep
+from anabranch.tables.kernels.rows import as_tensor, keep
 from anabranch.tables.kernels.vocabulary import BLOCK
 from anabranch.tables.row_block import Piece, RowBlock
 from anabranch.tables.table import Table

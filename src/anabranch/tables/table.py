@@ -34,11 +34,12 @@ from anabranch.errors import NotFound, SchemaError
 from anabranch.tables.arena import Arena, Seen
 from anabranch.tables.kernels import rows as kernels
 from anabranch.tables.kernels import vocabulary
-from anabranch.tables.kernels.memory import as_array, working_dtype
+from anabranch.tables.kernels.rows import as_array
 from anabranch.tables.kernels.vocabulary import BLOCK, LAGS, STEP
 from anabranch.tables.optimizers.row_optimizers import CONSTANTS, Family, RowOptimizer
 from anabranch.tables.row_block import RowBlock
 from anabranch.tables.table_spec import Placement, TableSpec
+from anabranch.tensors.dtypes import working_dtype
 
 Array = NDArray[Any]
 _NONE: Array = np.empty(0, np.int64)

@@ -1,7 +1,8 @@
-"""Numbers as 8-bit integers that share a scale a block, for tensors that may be rounded on their way."""
+"""Tensors that may be rounded on their way: to half types, or to 8-bit integers that share a scale a block."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -36,3 +37,12 @@ def from_blocks(codes: Tensor, scales: Tensor, block: int) -> Tensor:
         return (codes.reshape(-1, block) * scales[:, None]).reshape(codes.shape)
     per_value = scales.repeat_interleave(block)[: codes.numel()]
     return codes.float() * per_value.reshape(codes.shape)
+
+
+def in_half(tensor: Tensor, half: torch.dtype) -> Tensor:
+    """Round to a half type: overflow to its largest number; NaN and Inf travel, and the other side refuses them."""
+    limit = torch.finfo(half).max
+    rounded = tensor.clamp(-limit, limit).to(half)
+    # A finite sum proves it in one pass.
+    finite = math.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())
+    return rounded if finite else torch.where(torch.isfinite(tensor), rounded, tensor.to(half))

@@ -85,3 +85,8 @@ def dtype_named(name: str, among: Collection[torch.dtype] | None = None) -> torc
         known = _BY_NAME if among is None else map(dtype_name, among)
         raise ValueError(f"dtype {name!r} is not one of {', '.join(known)}")
     return dtype
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of arithmetic on rows of ``dtype``: float32 for the half types, else the same."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

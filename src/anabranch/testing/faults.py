@@ -1,6 +1,6 @@
 """Faults at named places: the nth time the program passes a fault point, something goes wrong there.
 
-The places are the calls of ``fault_point`` in the package, see ``record/fault_points.py``: between two writes of a
+The places are the calls of ``fault_point`` in the package, see ``record/spans.py``: between two writes of a
 checkpoint, before an answer leaves. What goes wrong is an exception, the process's death, or anything that a test does.
 """
 
@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from anabranch.record.fault_points import on_fault_point
+from anabranch.record.spans import on_fault_point
 
 __all__ = ["Fault", "FaultInjected", "at", "kill", "stop"]
 
@@ -52,7 +52,7 @@ class Fault:
 def at(name: str, nth: int = 1, action: Callable[[], None] | None = None) -> Iterator[Fault]:
     """Make the ``nth`` passage of the fault point ``name`` go wrong, once, while the block runs.
 
-    >>> from anabranch.record.fault_points import fault_point
+    >>> from anabranch.record.spans import fault_point
     >>> with at("save.before_rename", nth=2) as fault:
     ...     fault_point("save.before_rename")
     ...     try:

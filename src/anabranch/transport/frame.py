@@ -65,11 +65,6 @@ class TensorHeader(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_
     offset: _Size
     nbytes: _Size
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The tensor's dtype."""
-        return DTYPES[self.code]
-
 
 _Tensors: TypeAlias = Annotated[tuple[TensorHeader, ...], msgspec.Meta(max_length=MOST_TENSORS)]
 

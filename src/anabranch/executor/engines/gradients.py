@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from anabranch.choices import listed
 from anabranch.errors import NonFinite
-from anabranch.graph.step.bound_state import identical
+from anabranch.tensors.structures import identical
 
 _LARGE = 1 << 15  # elements of a tensor on the CPU that a sum, which only reads, checks faster
 _FIRST_SCALE = 2.0**16

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import operator
 import time
 import zlib
 from collections import Counter
@@ -50,6 +49,7 @@ from anabranch.liveness.group import rank_names
 from anabranch.liveness.membership import APART, OwnPlace, progress, published
 from anabranch.pipeline import Pipe
 from anabranch.tensors import Structure
+from anabranch.tensors.structures import identical
 
 _T = TypeVar("_T")
 Runs: TypeAlias = list[Structure | ShareOf | None]  # their batches
@@ -189,7 +189,7 @@ class Redo:
                         buffers.append((holder, name, one))
         now, before = [one for _, _, one in buffers], [one for _, _, one in self._buffers]
         self._buffers = buffers
-        if len(now) != len(before) or not all(map(operator.is_, now, before)):
+        if not identical(now, before):
             self._values = [one.detach().clone() for one in now]
         elif now:
             with torch.no_grad():

@@ -36,11 +36,11 @@ from anabranch.executor.loaders.leaf_ids import LeafIds
 from anabranch.executor.running.remote import refusal_of
 from anabranch.executor.running.window import RemoteWindow, Total, header, total_of
 from anabranch.executor.steps import Step, TrainStep, parameters_of
-from anabranch.graph.step.bound_state import identical
 from anabranch.graph.step.joint import accumulate
 from anabranch.interrupts import releasing_interrupts
 from anabranch.job import Job
 from anabranch.tensors import Structure, count_rows
+from anabranch.tensors.structures import identical
 
 
 class StepRunner:

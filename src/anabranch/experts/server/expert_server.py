@@ -56,6 +56,7 @@ from anabranch.experts.server.sessions import Sessions, Step
 from anabranch.experts.wire import first_not_finite
 from anabranch.periodic import periodic
 from anabranch.record.spans import mark
+from anabranch.tensors.dtypes import DTYPES
 from anabranch.transport import (
     Answer,
     Call,
@@ -593,4 +594,4 @@ def _checksum(tensors: Sequence[Tensor]) -> int:
 
 
 def _allocate_pinned(headers: Sequence[TensorHeader]) -> Sequence[Tensor]:
-    return [torch.empty(header.shape, dtype=header.dtype, pin_memory=True, device="cpu") for header in headers]
+    return [torch.empty(header.shape, dtype=DTYPES[header.code], pin_memory=True, device="cpu") for header in headers]

@@ -20,7 +20,7 @@ from anabranch.checkpoint import join, read_newest, split, write
 from anabranch.checkpoint.generations import FileLock
 from anabranch.errors import CheckpointError
 from anabranch.experts.server.backend import ExpertBackend
-from anabranch.record.fault_points import fault_point
+from anabranch.record.spans import fault_point
 from anabranch.transport.server.connection import RequestIdentity
 
 _FILE = "lock"

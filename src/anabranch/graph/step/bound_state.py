@@ -6,7 +6,6 @@ memory of parameters, and hooks on gradients.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -19,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from anabranch.autodiff.hooks import hooks_registered
 from anabranch.autodiff.moved_parameter import parameters_here
 from anabranch.graph.dynamo.refusals import refuse_hooks
+from anabranch.tensors.structures import identical
 
 
 class BoundState:
@@ -150,11 +150,6 @@ def _hashable(value: object) -> object:
 
 
 _values = dict.values
-
-
-def identical(some: Sequence[object], others: Sequence[object]) -> bool:
-    """Return True if both have the same objects."""
-    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _form(tensor: Tensor) -> object:

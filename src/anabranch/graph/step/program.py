@@ -36,7 +36,7 @@ from anabranch.graph.step.step_state import Between, Gate, StepState
 from anabranch.graph.step.update import containers_of
 from anabranch.graph.trace import undisturbed
 from anabranch.tensors import Structure, flatten
-from anabranch.tensors.rows import tensors_of
+from anabranch.tensors.structures import tensors_of
 
 Loss = Callable[[nn.Module, Any], object]
 """``loss(model, batch)`` returns a scalar tensor, or that and a dict of further tensors."""

@@ -22,10 +22,10 @@ from anabranch.parameter_server.client.row_messages import Layout, Pull, Pulled,
 from anabranch.tables.cache import SETTLED, Cache, CacheStatistics, Due, spare_of
 from anabranch.tables.kernels import caches
 from anabranch.tables.kernels.caches import WITH_STATE
-from anabranch.tables.kernels.memory import working_dtype
 from anabranch.tables.optimizers.row_optimizers import CONSTANTS, RowOptimizer
 from anabranch.tables.table import side_by_side
 from anabranch.tables.table_spec import Placement
+from anabranch.tensors.dtypes import working_dtype
 
 Array = NDArray[Any]
 Ids = Mapping[str, Tensor]

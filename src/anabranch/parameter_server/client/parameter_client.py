@@ -38,6 +38,7 @@ from anabranch.parameter_server.client.saved_tables import CHUNK, SavedTables, c
 from anabranch.parameter_server.client.shards import KnownTables, ShardCalls
 from anabranch.parameter_server.messages import (
     BarrierMessage,
+    Compression,
     ExportMessage,
     JoinMessage,
     Merging,
@@ -47,12 +48,13 @@ from anabranch.parameter_server.messages import (
     PushMessage,
     ReleaseMessage,
     WorkerProgress,
+    acceptable,
+    check_compression,
 )
 from anabranch.parameter_server.server.contents import ShardStatistics
 from anabranch.parameter_server.server.shard_server import ParameterServer
 from anabranch.tables.optimizers.row_optimizers import OptimizerFactory, ParameterState, RowOptimizer
 from anabranch.tables.table_spec import Constant, Initial, TableSpec
-from anabranch.tensors.packing import Compression, acceptable, check_compression
 from anabranch.transport import Client, MemoryTransport, Request, Transport, pack, unpack
 
 REFUSALS = (NonFinite, NotFound, Overloaded, RolledBack, SchemaError, Unauthorized)

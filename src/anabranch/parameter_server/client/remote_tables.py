@@ -46,12 +46,11 @@ from anabranch.parameter_server.client.remote_weight import (
 )
 from anabranch.parameter_server.client.row_messages import Pulled
 from anabranch.parameter_server.client.saved_tables import write_rows
-from anabranch.parameter_server.messages import Merging
+from anabranch.parameter_server.messages import Merging, acceptable
 from anabranch.record.spans import mark
 from anabranch.tables.cache import Cache, CacheStatistics, Due
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer, from_torch
 from anabranch.tables.table_spec import TableSpec
-from anabranch.tensors.packing import acceptable
 
 _T = TypeVar("_T")
 # A push ends by its own deadline; on a busy machine its thread may be late by seconds.

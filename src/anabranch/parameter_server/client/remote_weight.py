@@ -27,7 +27,7 @@ from anabranch.autodiff.boundary.crossing import Crossed, Form, RecordedBoundary
 from anabranch.autodiff.boundary.whole_calls import WholeCall
 from anabranch.autodiff.moved_parameter import MovedParameter
 from anabranch.errors import NotFound, SchemaError
-from anabranch.tables.kernels import routing
+from anabranch.tables.kernels import vocabulary
 from anabranch.tables.table_spec import TableSpec
 
 
@@ -315,7 +315,7 @@ def distinct_ids(ids: Mapping[str, Tensor], rows: Mapping[str, int]) -> dict[str
     together = torch.cat(flat)
     out, out_starts = torch.empty_like(together), np.zeros_like(starts)
     inverse, whole = torch.empty_like(together), np.empty(len(flat), np.bool_)
-    routing.distinct_all(together.numpy(), starts, np.array(limits), out.numpy(), out_starts, inverse.numpy(), whole)
+    vocabulary.distinct_all(together.numpy(), starts, np.array(limits), out.numpy(), out_starts, inverse.numpy(), whole)
     each = torch.split(out[: out_starts[-1]], np.diff(out_starts).tolist())
     parts = zip(ids, torch.split(together, counts), each, torch.split(inverse, counts), whole.tolist(), strict=True)
     distinct = {}

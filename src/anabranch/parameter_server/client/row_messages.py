@@ -23,13 +23,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.errors import NotFound, ProtocolError
-from anabranch.parameter_server.messages import PullPart, PullReply, PushPart
-from anabranch.tables.kernels import routing
+from anabranch.parameter_server.messages import Compression, PullPart, PullReply, PushPart, Share, join, split
+from anabranch.tables.kernels import vocabulary
 from anabranch.tables.kernels.caches import OLDEST, WITH_STATE
-from anabranch.tables.kernels.memory import working_dtype
 from anabranch.tables.table import side_by_side
 from anabranch.tables.table_spec import Placement
-from anabranch.tensors.packing import Compression, Share, join, split
+from anabranch.tensors.dtypes import working_dtype
 
 Array = NDArray[Any]
 _STATED, _UNKNOWN, _KNOWN = range(3)  # kinds of requested ids, in the order in which they are sent
@@ -164,7 +163,7 @@ class Routed:
         self.starts = np.cumsum(sizes)
         self.flat: Array = side_by_side(flat).numpy() if flat else np.empty(0, np.int64)
         self.owners = np.empty_like(self.flat)
-        bad = routing.owners(self.flat, self.starts, layout.limits, layout.halves, layout.keys, shards, self.owners)
+        bad = vocabulary.owners(self.flat, self.starts, layout.limits, layout.halves, layout.keys, shards, self.owners)
         if bad >= 0:
             t = int(np.searchsorted(self.starts, bad, "right")) - 1
             last, at = layout.limits[t] - 1, bad - self.starts[t]
@@ -190,7 +189,7 @@ class Routed:
         kinds = np.full(self.flat.size, kinds) if isinstance(kinds, int) else kinds
         assert kinds.shape == self.flat.shape
         self.order = np.empty_like(kinds)
-        routing.arrange(self.owners, kinds, self.starts, self.counts, np.empty_like(self.counts), self.order)
+        vocabulary.arrange(self.owners, kinds, self.starts, self.counts, np.empty_like(self.counts), self.order)
         self.kinds = kinds[self.order]
         edges = np.append(0, np.cumsum(self.counts.sum((1, 2)))).tolist()
         self.of = list(map(slice, edges, edges[1:]))

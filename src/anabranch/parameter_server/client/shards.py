@@ -16,13 +16,19 @@ from torch import Tensor
 from anabranch.deadline import Deadline
 from anabranch.errors import NotFound, PeerLost, ProtocolError, RolledBack, SchemaError
 from anabranch.parameter_server.client.row_messages import Layout
-from anabranch.parameter_server.messages import AcknowledgedPushes, DropMessage, ExpectedState, InitMessage, PushReply
+from anabranch.parameter_server.messages import (
+    AcknowledgedPushes,
+    DropMessage,
+    ExpectedState,
+    InitMessage,
+    PushReply,
+    Share,
+)
 from anabranch.record import spans
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
 from anabranch.tables.table_spec import ALLOWED_DTYPES, Placement, TableSpec
 from anabranch.tables.warming import compile_kernels
 from anabranch.tensors.dtypes import dtype_named
-from anabranch.tensors.packing import Share
 from anabranch.transport import Answer, Client, Request, pack, unpack
 from anabranch.transport.frame import ReplyHeader
 

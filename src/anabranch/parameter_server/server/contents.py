@@ -20,7 +20,7 @@ from anabranch.errors import NotFound, SchemaError
 from anabranch.parameter_server.messages import ExportMessage, InitMessage, RestoreMessage, SnapshotPart
 from anabranch.tables.arena import Arena, kind_of
 from anabranch.tables.dense_parameter import DenseParameter
-from anabranch.tables.kernels.memory import KernelThreads
+from anabranch.tables.kernels.rows import KernelThreads
 from anabranch.tables.optimizers.row_optimizers import RowOptimizer
 from anabranch.tables.row_block import Group, RowBlock, files, parts_of, rows_of
 from anabranch.tables.snapshot import RowSnapshot

@@ -51,8 +51,7 @@ from anabranch.parameter_server.server.push_log import (
     body_path,
 )
 from anabranch.parameter_server.server.shard import Shard
-from anabranch.record.fault_points import fault_point
-from anabranch.record.spans import mark
+from anabranch.record.spans import fault_point, mark
 from anabranch.transport.server.connection import RequestIdentity
 
 Durability = Literal["none", "checkpoint", "log"]

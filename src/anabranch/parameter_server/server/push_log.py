@@ -53,8 +53,7 @@ from anabranch.checkpoint.generations import (
 )
 from anabranch.deadline import Deadline
 from anabranch.errors import CheckpointError
-from anabranch.record.fault_points import fault_point
-from anabranch.record.spans import mark
+from anabranch.record.spans import fault_point, mark
 from anabranch.tensors.dtypes import as_bytes, dtype_name, dtype_named
 
 _log = logging.getLogger("anabranch.parameter_server")

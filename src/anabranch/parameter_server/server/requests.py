@@ -25,14 +25,25 @@ import torch
 from torch import Tensor
 
 from anabranch.errors import NonFinite, SchemaError
-from anabranch.parameter_server.messages import PullMessage, PullPart, PullReply, PushMessage, PushPart
+from anabranch.parameter_server.messages import (
+    PullMessage,
+    PullPart,
+    PullReply,
+    PushMessage,
+    PushPart,
+    Share,
+    acceptable,
+    expected,
+    join,
+    largest_gradient,
+    views,
+)
 from anabranch.parameter_server.server.contents import Parts, ShardContents
 from anabranch.record import spans
 from anabranch.tables.dense_parameter import DenseParameter
-from anabranch.tables.kernels.memory import working_dtype
 from anabranch.tables.optimizers.row_optimizers import Family, RowOptimizer
 from anabranch.tables.table import Table, side_by_side
-from anabranch.tensors.packing import Share, acceptable, all_finite, expected, join, largest_gradient, views
+from anabranch.tensors.dtypes import working_dtype
 from anabranch.transport import Checked
 
 Described = tuple[torch.dtype, tuple[int, ...]]
@@ -216,7 +227,7 @@ def check_body(request: RowRequest) -> None:
         return
     if request.marked:
         squares = request.tensors[1]
-        if not bool((squares >= 0).all()) or not all_finite([squares]):
+        if not bool((squares >= 0).all()) or not bool(torch.isfinite(squares).all()):
             raise NonFinite("squares are finite numbers >= 0; nothing was changed")
     if not acceptable(request.numbers):
         _refuse(request)

@@ -63,7 +63,7 @@ from anabranch.parameter_server.server.requests import (
 )
 from anabranch.parameter_server.server.worker_order import Consistency, HeldStep, WorkerOrder
 from anabranch.record import spans
-from anabranch.tables.kernels.memory import KernelThreads
+from anabranch.tables.kernels.rows import KernelThreads
 from anabranch.tables.row_block import Group, parts_of
 from anabranch.tables.snapshot import RowSnapshot
 from anabranch.tables.table import Table

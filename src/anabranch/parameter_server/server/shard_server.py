@@ -39,7 +39,7 @@ from anabranch.parameter_server.server.requests import RowRequest, ShardRequest,
 from anabranch.parameter_server.server.shard import Shard
 from anabranch.periodic import periodic
 from anabranch.record.spans import mark
-from anabranch.tables.kernels.memory import KernelThreads
+from anabranch.tables.kernels.rows import KernelThreads
 from anabranch.tables.warming import compile_kernels
 from anabranch.tensors.dtypes import DTYPES
 from anabranch.transport import Call, RequestHeader, Server, ServerStatistics, Transport, Verb, pack, unpack

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from anabranch.tables.kernels.memory import working_dtype
+from anabranch.tensors.dtypes import working_dtype
 
 
 class GradientOptimizer(torch.optim.Optimizer):

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anabranch.tables.kernels import rules as rules
-from anabranch.tables.kernels.memory import working_dtype
 from anabranch.tables.optimizers.gradient_optimizers import FTRL, RowWiseAdagrad
 from anabranch.tables.table_spec import state_dtype
+from anabranch.tensors.dtypes import working_dtype
 
 OptimizerFactory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 """Makes an optimizer of parameters, as ``functools.partial(torch.optim.SGD, lr=0.1)`` does."""

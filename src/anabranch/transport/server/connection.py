@@ -39,7 +39,7 @@ from anabranch.errors import (
     Unauthorized,
 )
 from anabranch.record import spans
-from anabranch.record.fault_points import fault_point
+from anabranch.record.spans import fault_point
 from anabranch.transport.failures import ends_the_program, failure_of
 from anabranch.transport.frame import (
     FailureFrame,
