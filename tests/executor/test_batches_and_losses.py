@@ -287,6 +287,8 @@ def test_a_batch_of_any_kind_is_converted_moved_and_counted(kind: Callable[..., 
     assert part(converted, "x").device.type == "cpu"
     with pytest.raises(ValueError, match=r"disagree in rows.*\(4, 3\).*\(5,\)"):
         count_rows(kind(x=torch.ones(4, 3), y=torch.ones(5)))
+    with pytest.raises(ValueError, match=r"x \(4,\), y \(5,\)"):
+        count_rows({"y": torch.ones(5), "x": torch.ones(4)})
 
 
 def test_what_a_container_holds_besides_its_tensors_is_kept() -> None:

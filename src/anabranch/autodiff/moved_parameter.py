@@ -357,7 +357,10 @@ class Ways:
 
     def replaced(self) -> str | None:
         """Return the name of an entry that is another by now."""
-        return next((key for holder, key, held in self._entries if holder.get(key) is not held), None)
+        for holder, key, held in self._entries:
+            if holder.get(key) is not held:
+                return key
+        return None
 
 
 class Move:

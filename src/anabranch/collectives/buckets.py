@@ -125,18 +125,21 @@ class _DenseBucket:
         """Add the collected gradients, times ``weight``, to the window's sums."""
         if not self.taken:
             return
-        added = [(self.slots[index], gradient) for index, gradient in self.taken if index in self.written]
-        new = [(self.slots[index], gradient) for index, gradient in self.taken if index not in self.written]
-        if new:
-            slots = [slot for slot, _ in new]
-            torch._foreach_copy_(slots, [gradient for _, gradient in new])
-            if weight != 1.0 and len(new) == len(self.slots):
+        new: tuple[list[Tensor], list[Tensor]] = ([], [])  # slots, and gradients for them
+        added: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for index, gradient in self.taken:
+            slots, gradients = added if index in self.written else new
+            slots.append(self.slots[index])
+            gradients.append(gradient)
+            self.written.add(index)
+        if new[0]:
+            torch._foreach_copy_(*new)
+            if weight != 1.0 and len(new[0]) == len(self.slots):
                 self.gradients.mul_(weight)
             elif weight != 1.0:
-                torch._foreach_mul_(slots, weight)
-        if added:
-            torch._foreach_add_([slot for slot, _ in added], [gradient for _, gradient in added], alpha=weight)
-        self.written.update(index for index, _ in self.taken)
+                torch._foreach_mul_(new[0], weight)
+        if added[0]:
+            torch._foreach_add_(*added, alpha=weight)
         self.taken.clear()
 
     def launch(self, step: int | None, divisor: float) -> None:

@@ -279,11 +279,11 @@ class Client:
                         if watch is not None and now >= look_at:
                             watch()
                             look_at = now + every
-                        if left.expired():
+                        if not (seconds := left.remaining()):
                             for exchange in waiting if deadline.expired() else ():
                                 exchange.expire()
                             break
-                        _continue(waiting, min(now + left.remaining(), look_at))
+                        _continue(waiting, min(now + seconds, look_at))
         finally:
             for exchange in exchanges:
                 if not exchange.done:

@@ -241,7 +241,8 @@ class _Crossing(torch.autograd.Function):
             ctx.save_for_backward(*inputs)
         ctx.state = [None] if crossed.state is None else hold_on_tape(crossed.state)
         ctx.differentiable_again = crossed.differentiable_again
-        ctx.mark_non_differentiable(*(crossed.outputs[index] for index in crossed.no_gradient))
+        if crossed.no_gradient:
+            ctx.mark_non_differentiable(*(crossed.outputs[index] for index in crossed.no_gradient))
         # Distinguishes "no gradient" from zeros: an unused output costs the remote side nothing.
         ctx.set_materialize_grads(False)
         return tuple(crossed.outputs)
@@ -291,11 +292,12 @@ def reaches(entry: Any) -> bool:
 
 def run_forward(boundary: Boundary, inputs: Tensors, wants: Sequence[bool] | None) -> Crossed:
     """Cross, forward; the outputs, in order, have their own memory, which their readers may reuse."""
-    answers = current_answers()
+    outermost = not _own.depth
+    answers = _own.answers if outermost else None
     if answers is not None and answers.replaying:
         outputs, no_gradient = answers.replay((boundary.kind, boundary.name, "forward"), inputs)
         return Crossed(cast("list[Tensor]", outputs), None, no_gradient, fresh=True)
-    first = _own.first if boundary.kind in _CHANGING and not _own.depth else None
+    first = _own.first if outermost and boundary.kind in _CHANGING else None
     if first is not None and (answer := first.answer()) is not None:
         return answer
     _own.depth += 1

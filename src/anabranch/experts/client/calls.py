@@ -560,9 +560,12 @@ def gather(client: Client, requests: Sequence[CallRequest], deadline: Deadline) 
                 # Copied by its own thread: another's CUDA stream would not wait for what this one's computes.
                 one.tensors, one.done = [tensor.cpu() for tensor in one.tensors], first.done
         with _lock:
-            line.waiting += requests
-            if my_turn:  # at once: another whose patience has ended would take these along, and nobody waits for that
-                batch = _take(line, first)
+            if my_turn and not line.waiting:
+                batch = [*requests]
+            else:
+                line.waiting += requests
+                if my_turn:  # at once: another whose patience has ended would take these along, and nobody waits for it
+                    batch = _take(line, first)
         if not my_turn:
             my_turn = line.turn.acquire(timeout=min(_MOMENT, deadline.remaining()))
             with _lock:
