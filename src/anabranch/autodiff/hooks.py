@@ -184,7 +184,7 @@ _EVERY_STEP: tuple[Mapping[int, Callable[..., object]], ...] = tuple(
 def hooks_of_step(optimizer: Optimizer) -> list[Callable[..., object]]:
     """Return what runs around or in place of the optimizer's own step, without the counters of torch's schedulers."""
     mine = vars(optimizer)
-    kinds = (*_EVERY_STEP, *(mine.get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")))
+    kinds = (*_EVERY_STEP, mine.get("_optimizer_step_pre_hooks"), mine.get("_optimizer_step_post_hooks"))
     hooks = [hook for kind in kinds if kind for hook in kind.values()]
     # A scheduler's counter is named after the step that it wraps, which may be a custom one. The steps of some classes,
     # such as SparseAdam's, are wrapped by Dynamo at its first capture, which may come after the scheduler.

@@ -237,11 +237,12 @@ class Engine:
         self._manager.release()  # if an interrupt kept the run before from doing so
         with self._manager:
             loss, returned = self._forward(batch, fetch)
-            if any(parameter.grad is not None for parameter in self.parameters.values()):
-                raise ValueError(
-                    "the loss called backward() itself, whose gradients servers, several workers and accumulate=... "
-                    "would not get; return the sum of the losses"
-                )
+            for parameter in self.parameters.values():
+                if parameter.grad is not None:
+                    raise ValueError(
+                        "the loss called backward() itself, whose gradients servers, several workers and "
+                        "accumulate=... would not get; return the sum of the losses"
+                    )
             begin(loss)
             began = spans.begin()
             self._manager.backward(loss, None if seed == 1.0 else torch.full_like(loss, seed))

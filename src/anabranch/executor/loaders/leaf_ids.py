@@ -264,14 +264,14 @@ def _leaves(batch: Structure) -> Iterator[tuple[tuple[object, ...], Tensor]]:
     """Yield the tensors of a batch and their paths; a feature of a ``KeyedJagged`` is one, as its place varies."""
     leaves, treedef = flatten(batch, is_jagged)
     for path, leaf in zip(treedef.paths(), leaves, strict=True):
-        if is_jagged(leaf):
-            with suppress(RuntimeError):  # features of unequal rows
-                yield from [((*path, name), ids) for name, (ids, *_) in bags_of(leaf).items()]
-        elif isinstance(leaf, Tensor):
+        if isinstance(leaf, Tensor):
             inner = _INNER.get(leaf.layout)
             numbers: Tensor = leaf if inner is None else getattr(leaf, inner)()
             if numbers.ndim and numbers.layout is torch.strided and not numbers.is_nested:
                 yield path, numbers
+        elif is_jagged(leaf):
+            with suppress(RuntimeError):  # features of unequal rows
+                yield from [((*path, name), ids) for name, (ids, *_) in bags_of(leaf).items()]
 
 
 _INNER = {torch.sparse_csr: "col_indices", torch.sparse_coo: "_indices", torch.jagged: "values"}
