@@ -155,6 +155,9 @@ def _copied(
 # worker's gradient; a batch whose tensors disagree has no such weight and is refused
 
 
+_DEVICE = operator.attrgetter("device")
+
+
 def identical(some: Sequence[object], others: Sequence[object]) -> bool:
     """Return True if both have the same objects."""
     return len(some) == len(others) and all(map(operator.is_, some, others))
@@ -170,15 +173,11 @@ def as_tensors(batch: Structure, device: torch.device | None = None) -> Structur
     Arrays share memory with the result where torch can. A sparse matrix becomes a ``torch.sparse_csr`` tensor. Leaves
     of other types are kept as they are, and a batch that is right already is returned itself.
     """
-    if plain := tensors_of(batch):
-        for leaf in plain:
-            if device is not None and leaf.device != device:
-                break
-        else:
-            return batch
+    if (plain := tensors_of(batch)) and (device is None or {*map(_DEVICE, plain)} == {device}):
+        return batch
     leaves, treedef = flatten(batch)
     converted = [_as_tensor(leaf, device) for leaf in leaves]
-    return batch if all(map(operator.is_, leaves, converted)) else unflatten(treedef, converted)
+    return batch if identical(leaves, converted) else unflatten(treedef, converted)
 
 
 def _as_tensor(leaf: Any, device: torch.device | None) -> object:
