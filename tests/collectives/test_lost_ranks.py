@@ -52,6 +52,7 @@ except ab.BoundaryError as error:
 """
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("operation", "world", "where"),
     [

@@ -140,6 +140,7 @@ def trained_both_ways() -> list[list[list[Any]]]:
     return [[*found, [trained("float64", 2, False), found[-1][1]]], halves]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("workers", [2, 3])
 def test_training_gives_the_parameters_that_it_gives_over_gloo(workers: int) -> None:
     """Half types are summed in float32 numbers, and over gloo."""

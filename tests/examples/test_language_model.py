@@ -203,6 +203,7 @@ sys.exit(language_model.main())
     assert json.loads((out / "result.json").read_text()) == result
 
 
+@pytest.mark.slow
 def test_ctrl_c_of_a_job_ends_it_with_130_and_no_traceback(small_text, tmp_path):
     command = ["--workers", 2, SCRIPT, "--steps", 100000, "--evaluate-every", 1, "--memory-rows", 64]
     command += ["--text", small_text, "--out", tmp_path / "o", "--engine", "tape"]

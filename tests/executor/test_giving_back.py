@@ -434,6 +434,7 @@ def train_once(mode: str | None, engine: str) -> list[weakref.ref[object]]:
     return [weakref.ref(thing) for thing in (executor, model)]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("mode", [None, "AllReduce", "PS", "Hybrid"])
 def test_an_executor_is_freed_with_its_model(mode: str | None) -> None:
     left, sizes = [], []

@@ -371,6 +371,7 @@ def test_a_checkpoint_with_other_parameter_groups_is_refused_by_name(tmp_path: P
             executor.load(tmp_path)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("workers", "mode"), [(1, "PS"), (2, "PS"), pytest.param(2, "Hybrid", marks=pytest.mark.slow)])
 def test_a_checkpoint_s_momentum_counts(workers: int, mode: str, tmp_path: Path) -> None:
     """The buffers were lost, and another worker than the first could not read the tables any more."""

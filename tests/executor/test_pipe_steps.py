@@ -372,7 +372,7 @@ def slow(*values: object) -> Any:
     [
         (2, 2, [4, 3], None, True),
         slow(3, 2, [3, 4], None, False),
-        (1, 2, [4, 3], "PS", True),
+        slow(1, 2, [4, 3], "PS", True),
         slow(2, 2, [3, 4], "Hybrid", False),
         slow(1, 3, [2, 2, 3], "PS", False),
     ],

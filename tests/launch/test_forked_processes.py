@@ -73,6 +73,7 @@ def comparable(found: dict[str, object]) -> dict[str, object]:
     return facts
 
 
+@pytest.mark.slow
 def test_a_forked_script_sees_the_same_environment_as_a_started_one(script: Script) -> None:
     path = script(FACTS)
     (forked,), (started,) = (seen(path, "--x", "a b", spawn=spawn) for spawn in (False, True))

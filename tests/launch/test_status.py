@@ -147,6 +147,7 @@ TRAINS = """
 """
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("frozen", "options"), [("worker 1", ["--workers", "2"]), ("parameters 0", ["--servers", "1"])]
 )

@@ -165,6 +165,7 @@ LATER_EXECUTOR = """
 """
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("source", "why", "least"),
     [

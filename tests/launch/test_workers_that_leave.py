@@ -151,6 +151,7 @@ OWN_ROWS = """
 """
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("way", "dies_at"),
     [
@@ -229,6 +230,7 @@ IN_WINDOWS = """
 """
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("accumulate", "longest", "deaths"),
     [
@@ -381,6 +383,7 @@ TWO = """
 """
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("executors", ["one", "both"])
 def test_a_save_in_the_background_is_lost_with_its_worker_and_a_job_of_two_executors_ends(
     ended: Ends, executors: str
@@ -419,6 +422,7 @@ ENDS = """
 """
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(
     ("ends", "least", "code"),
     [

@@ -57,6 +57,7 @@ before = threads_of_gloo()
 """
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("script", [OWN_GROUP, GROUP_OF_THE_SCRIPT, NOTHING_IS_CLOSED, NOBODY_DESTROYS_THE_GROUP])
 def test_no_thread_of_gloo_is_left_at_the_end(script: str) -> None:
     for result in LocalJob(workers=2).run_source(THREADS + script).check().results:

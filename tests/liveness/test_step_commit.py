@@ -316,6 +316,7 @@ CASES = [
 ]
 
 
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize("overtakes", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_step_is_applied_everywhere_or_nowhere_whoever_dies_when(

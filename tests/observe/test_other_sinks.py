@@ -131,6 +131,7 @@ logging.getLogger("anabranch.executor").warning("look")
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_imports_anabranch_has_no_extras_in_it_and_a_silent_logger() -> None:
     done = subprocess.run([sys.executable, "-c", UNASKED], capture_output=True, text=True, timeout=200, check=True)
     assert (done.stdout.strip(), done.stderr) == ("[] False", "")

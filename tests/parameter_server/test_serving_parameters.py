@@ -76,6 +76,7 @@ def test_one_that_lingers_saves_at_a_signal_and_serves_its_clients_until_they_go
         assert process.wait() == 0
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "arguments", [("--durability", "log"), ("--shard", "2", "--shards", "2"), ("--checkpoint-dir", "kept")]
 )

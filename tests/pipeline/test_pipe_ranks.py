@@ -21,13 +21,13 @@ def test_ranks_compute_and_fail_like_one_process():
     What each of them is says the function of that name in the job, and the test below that runs it on more ranks.
     """
     checks = ("exact", "random_numbers", "clipping_and_checkpoints", "mistakes")
-    result = LocalJob(2).run(SCRIPT, *checks, "failures:1F1B,ZBV", "left_open").check()
+    result = LocalJob(2).run(SCRIPT, *checks, "failures:1F1B", "left_open").check()
     ends = [tuple(end) for found in result.results for end in found["arrows"]]
     sent, received = (sorted(name for way, name in ends if way == which) for which in ("send", "receive"))
     assert len(sent) >= 4
     assert sent == received, "each message's two ends have one name, whichever ranks they are on"
     for found in result.results:
-        assert found["tried"] >= 40
+        assert found["tried"] >= 24
         assert found["longest"] < 20.0  # of 30; a tenth of a second where the machine is free
 
 
@@ -104,7 +104,7 @@ def test_clipping_spans_three_stages_and_state_fits_another_split():
 def test_a_failure_anywhere_ends_the_step_on_every_rank_long_before_its_deadline(ranks: int, schedules: str):
     result = LocalJob(ranks).run(SCRIPT, f"failures:{schedules}").check()
     for found in result.results:
-        assert found["tried"] >= 40
+        assert found["tried"] >= 24
         assert found["longest"] < 20.0  # of 30; a tenth of a second where the machine is free
 
 

@@ -276,7 +276,7 @@ def _environment_of(attempt: Attempt, site: Site, role: Role, rank: int) -> dict
         if site.keys is not None:
             env[KEYS_VARIABLE] = str(site.keys.absolute())
     if role == "parameters":
-        return env
+        return {"OPENBLAS_NUM_THREADS": "1", **env}  # whose threads, which it does not need, spin when they are started
     count = str(spec.counts[role])
     env |= {"RANK": str(rank), "WORLD_SIZE": count, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": count}
     if role == "expert":

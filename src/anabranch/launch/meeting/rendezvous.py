@@ -47,7 +47,8 @@ def rendezvous(
         port = int(listening.getsockname()[1])
         _check_loopback(listening.family, host, port)
         ours, theirs = map(stack.enter_context, channel())
-        env = {**attempt.base, "TORCHELASTIC_RUN_ID": attempt.run_id}
+        # It multiplies nothing, and OpenBLAS's threads spin for a while when they are started.
+        env = {**attempt.base, "TORCHELASTIC_RUN_ID": attempt.run_id, "OPENBLAS_NUM_THREADS": "1"}
         log = attempt.spec.log_dir / "rendezvous-0.log"
         process = start(ProcessSpec("rendezvous", 0, _PROGRAM, env, log, stdin=theirs.fileno()), 0)
         theirs.close()

@@ -27,6 +27,7 @@ import inspect
 import operator
 import random
 import sys
+import traceback
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -99,21 +100,24 @@ def trace(
     thread, answer = begin_call(run, "anabranch-split")
     while thread.is_alive():  # the caller's own work, done there; looked at so that an interrupt comes through
         thread.join(0.5)
-    error = answer.exception(timeout=0)
+    error: BaseException | None = answer.exception(timeout=0)
     place_of = recorder.close()
-    if not error and sys.getrefcount(fake) > references:
-        gc.collect(1)  # young cycles of PyTorch's own dispatch lead to it; a look at all objects takes half a second
-    if error or sys.getrefcount(fake) > references:  # each of its tensors has a reference to it
+    refused = error is not None
+    while error is not None:  # frames of the model's code, which hold its tensors
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
+    for generation in (1, 2):  # young cycles of PyTorch's own dispatch lead to it; a look at all takes longer
+        if sys.getrefcount(fake) > references:  # each of its tensors has a reference to it
+            gc.collect(generation)
+    if sys.getrefcount(fake) > references:
         frozen = gc.get_freeze_count()
         gc.unfreeze()  # what is frozen is not looked at below
-        gc.collect()
         left = [it for it in gc.get_objects() if type(it) is FakeTensor and it.fake_mode is fake]
         places = [place_of[id(tensor)] for tensor in left if id(tensor) in place_of]
         _take_out(left)
-        left.clear()  # of an error's frame
         if frozen:
             gc.freeze()
-        if places and not error:
+        if places and not refused:
             raise CaptureError(
                 f"{places[0]} makes a tensor that is kept outside the model (in a global dictionary or by "
                 "functools.lru_cache), where it would have no values; call the model itself once with inputs of this "
