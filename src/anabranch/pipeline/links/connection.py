@@ -152,8 +152,8 @@ def pack(value: Structure, leaves: Iterable[object] = ()) -> tuple[object, list[
 
 def unpack(tree: object, tensors: Sequence[Tensor]) -> Structure:
     """Return the value from what ``pack`` has made of it."""
-    kinds = {"$sparse": partial(_sparse, tensors), "$order": partial(_in_order, tensors), "$form": _form}
-    return decode(tree, kinds, tensors=tensors)
+    sparse, in_order = partial(_sparse, tensors), partial(_in_order, tensors)
+    return decode(tree, {"$sparse": sparse, "$order": in_order, "$form": _form}, tensors=tensors)
 
 
 def pack_message(message: Message) -> tuple[object, list[tuple[str, list[int]]], list[Tensor]]:
