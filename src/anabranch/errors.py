@@ -185,11 +185,11 @@ class PipelineError(AnabranchError):
 
 
 class WorkersDiffer(AnabranchError):
-    """All-reduced or frozen parameters have become different on the workers.
+    """All-reduced or frozen parameters, or the learning rates of those on servers, are different on the workers.
 
     Attributes:
         parameters: their names.
-        ranks: the workers whose parameters differ from rank 0's.
+        ranks: the workers that differ from rank 0's.
         steps: the optimizer steps at which they were last seen to be equal, and first seen to differ.
     """
 

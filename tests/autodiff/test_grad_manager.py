@@ -281,6 +281,23 @@ def test_a_callback_returns_a_gradient_of_its_tensor_s_form(change: Any) -> None
     assert a.grad.tolist() == b.grad.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_grad_dtype_counts_as_in_torch_and_another_of_a_callback_changes_no_grad(dtype: torch.dtype) -> None:
+    x, net, plain = torch.randn(2, 4), model(), model()
+    net[0].weight.grad_dtype = plain[0].weight.grad_dtype = dtype
+    plain(x).sum().backward()
+    with ab.GradManager().attach(net.parameters(), lambda tensor, grad: grad) as manager:
+        manager.backward(net(x).sum())
+    grads = [parameter.grad for parameter in plain.parameters()]
+    assert [grad.dtype for grad in grads] == [dtype, *[torch.float32] * 3]
+    assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(net.parameters(), grads, strict=True))
+    net.zero_grad()
+    manager.attach(net[2].bias, lambda tensor, grad: grad.to(dtype))
+    with pytest.raises(RuntimeError, match="with grad_dtype 'Float'"), manager:
+        manager.backward(net(x).sum())
+    assert {parameter.grad for parameter in net.parameters()} == {None}
+
+
 def test_a_frozen_parameter_stays_frozen_and_joins_when_it_is_thawed() -> None:
     net, called = nn.Linear(2, 1), []
     net.bias.requires_grad_(False)

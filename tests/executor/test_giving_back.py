@@ -8,6 +8,7 @@ import pickle
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -183,6 +184,26 @@ def test_where_servers_are_gone_the_placeholder_says_so(monkeypatch: pytest.Monk
         model.item(IDS)
     with pytest.raises(ValueError, match=r"item\.weight was on servers.*a second Executor"):
         executor_of(model, adam(model), "Hybrid")
+
+
+def test_closing_after_a_load_without_servers_keeps_what_was_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved, model = Model(), Model()
+    with executor_of(saved, adam(saved), "PS") as executor:
+        trained(executor)
+        executor.save(tmp_path)
+    with ExitStack() as servers:
+        servers.enter_context(job_servers(1, monkeypatch))
+        executor = executor_of(model, adam(model), "PS")
+        executor.load(tmp_path)
+        executor._remote.client.calls.timeout = 0.2  # type: ignore[union-attr]
+        servers.close()
+        with pytest.raises(ab.DeadlineExceeded, match="operation pull"):
+            executor.close()
+    assert torch.equal(model.top.weight, saved.top.weight)
+    with pytest.raises(ValueError, match="on servers that could not be read when its Executor was closed"):
+        model.item.weight.sum()
 
 
 def test_an_interrupt_in_the_middle_of_a_move_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

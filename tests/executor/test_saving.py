@@ -283,6 +283,18 @@ def test_unsavable_values_are_named(tmp_path: Path) -> None:
             executor.save(tmp_path)
 
 
+def test_a_state_that_the_script_does_not_give_is_named_where_it_resumes(tmp_path: Path) -> None:
+    """It was dropped with a line of a log that nobody saw."""
+    with executor_of(nn.Linear(2, 1), state={"best": 1.0}) as executor:
+        executor.save(tmp_path)
+    with executor_of(nn.Linear(2, 1)) as executor, pytest.warns(match=r"state \['best'\] that this Execu") as warned:
+        assert executor.resume(tmp_path)
+    assert [one.filename for one in warned] == [__file__]
+    looks = ab.EvalStep(nn.Linear(2, 1), lambda model, batch: {"out": model(batch)})
+    with ab.Executor(looks) as executor:  # which ignores the rest
+        executor.load(tmp_path)
+
+
 def test_extra_state_of_modules_is_saved_and_loaded(tmp_path: Path) -> None:
     one, two = nn.Sequential(nn.Linear(2, 2), Noted(2, 1)), nn.Sequential(nn.Linear(2, 2), Noted(2, 1))
     one[1].note = {"seen": [1, 2.5, None], "mean": torch.arange(3)}

@@ -36,6 +36,7 @@ def train(
     after: After = lambda *_: None,
     every: int = 5,
     runs: int = 12,
+    mode: str = "AllReduce",
     **step: Any,
 ) -> Any:
     """How a training of some runs ends on this worker, whose batches are its own."""
@@ -44,7 +45,7 @@ def train(
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
     try:
         one = ab.TrainStep(model, mean_square, optimizer, **step)
-        with ab.Executor(one, "AllReduce", engine="tape", timeout=60, check_workers=every) as executor:
+        with ab.Executor(one, mode, engine="tape", timeout=60, check_workers=every) as executor:
             at_first(model)
             for run in range(runs):
                 torch.manual_seed(100 * run + rank)
@@ -71,9 +72,9 @@ class Codebook(nn.Module):
 
 
 class Table(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, max_norm: float | None = 0.1) -> None:
         super().__init__()
-        self.table = nn.Embedding(5, 3, max_norm=0.1)
+        self.table = nn.Embedding(5, 3, max_norm=max_norm)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.table(x[:, 0].abs().long() % 5)
@@ -92,6 +93,10 @@ def on_rank_1(change: Callable[[Any, Any], object]) -> After:
     return lambda executor, model, optimizer, run: change(model, optimizer) if ab.job().rank == run - 5 == 1 else None
 
 
+def lower_rate(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] = 0.05
+
+
 def noise(gradients: dict[str, Tensor]) -> None:
     for gradient in gradients.values():
         gradient.add_(torch.randn_like(gradient), alpha=0.01)
@@ -104,7 +109,7 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two workers say of all that makes them unlike, in one job."""
-    return in_job(everything, 2, str(tmp_path_factory.mktemp("two")))
+    return in_job(everything, 2, str(tmp_path_factory.mktemp("two")), servers=1)
 
 
 def everything(folder: str) -> dict[str, Any]:
@@ -124,7 +129,8 @@ def outcomes() -> dict[str, Any]:
         "max_norm": train(Table),
         "hook": train(at_first=with_optimizer_in_a_hook),
         "load_state_dict": train(after=on_rank_1(load)),
-        "rate": train(after=on_rank_1(lambda model, optimizer: optimizer.param_groups[0].update(lr=0.05))),
+        "rate": train(after=on_rank_1(lower_rate)),
+        "rate on servers": train(lambda: Table(None), after=on_rank_1(lower_rate), mode="PS"),
         "noise": train(on_gradients=noise),
         "accumulated": train(Codebook, accumulate=2, runs=22),
         "never": train(Codebook, every=0),
@@ -144,6 +150,7 @@ def test_whatever_makes_parameters_differ_is_told_with_names_ranks_and_steps(sai
         for name, parameters in WRITTEN.items():
             assert ended[name][:3] == [parameters, [1], [0, 5]], name
         assert (len(ended["noise"][0]), ended["noise"][1:3]) == (4, [[1], [0, 5]])
+        assert ended["rate on servers"][:3] == [["the learning rate of step 'default'"], [1], [5, 10]]
         for name, count in ONCE.items():
             assert (len(ended[name][0]), ended[name][1:3]) == (count, [[1], [5, 10]]), name
         assert "max_norm=0.1 shrinks rows in place" in ended["max_norm"]

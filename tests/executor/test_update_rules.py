@@ -65,6 +65,17 @@ def test_bfloat16_computes_under_autocast(engine: Any) -> None:
 # Callbacks, norms
 
 
+def test_a_grad_dtype_is_refused_and_changes_nothing() -> None:
+    model, seen = model_of(), list[object]()
+    next(model.parameters()).grad_dtype = torch.bfloat16  # type: ignore[attr-defined]
+    step = step_of(model, loss=loss_of, on_gradients=seen.append)
+    with ab.Executor(step) as executor:
+        with pytest.raises(RuntimeError, match="with grad_dtype 'BFloat16'"):
+            executor.run(batch=batch_of(0))
+        assert (executor.step, seen) == (0, [])
+    assert_same(model, model_of())
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_on_gradients_sees_averaged_gradients_before_clipping_and_may_change_them(engine: Any) -> None:
     seen: list[dict[str, Tensor]] = []

@@ -165,15 +165,16 @@ def test_submitting_returns_a_future_of_the_outputs_or_of_the_error() -> None:
 
 
 def test_a_future_that_is_cancelled_takes_its_task_back_and_one_that_is_unwanted_is_cancelled() -> None:
-    computed: list[int] = []
+    computed, last_cancelled = list[int](), list[bool]()
     clock = FakeClock()
-    pool = TaskPool(lambda x: (computed.append(len(x)), [x])[1])
+    pool = TaskPool(lambda x: (computed.append(len(x)), last_cancelled.append(last.cancel()), [x])[2])
     cancelled, unwanted = pool.submit(task(1)), pool.submit(task(2, unwanted=lambda: True))
     late, last = pool.submit(task(4, deadline=Deadline.after(1.0, clock))), pool.submit(task(8))
     clock.advance(2.0)
     assert cancelled.cancel()
     pool.run(pool.take_batch())
     assert computed == [8]
+    assert last_cancelled == [False]
     assert last.result(timeout=0)[0] is not None
     for future, error in ((unwanted, CancelledError), (late, DeadlineExceeded)):
         with pytest.raises(error):

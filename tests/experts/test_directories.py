@@ -19,7 +19,7 @@ from torch import nn
 import anabranch as ab
 from anabranch import Directory, RedisDirectory
 from anabranch.deadline import Deadline
-from anabranch.errors import BoundaryError, Overloaded, PeerLost, RemoteError, Unauthorized
+from anabranch.errors import BoundaryError, NotFound, Overloaded, PeerLost, RemoteError, Unauthorized
 from anabranch.experts import DirectoryServer
 from anabranch.experts.directory import as_directory
 from anabranch.testing import FakeClock
@@ -150,6 +150,11 @@ def test_expired_entries_are_dropped_without_a_lookup() -> None:
         clock.advance(1e-3)
         assert len(table._entries) <= 101
     assert directory.active(["f", "g"]) == {"f": [*range(100)], "g": []}
+
+
+def test_an_experts_endpoint_in_place_of_a_directorys_is_named_as_such() -> None:
+    with served(expert_of(nn.Linear(4, 4))) as server, pytest.raises(NotFound, match="whose role is 'experts'; give"):
+        Directory(server.endpoint).active(["ffn"])
 
 
 @pytest.mark.parametrize("ttl", [1e300, 86401.0, 0.0, -1.0, float("inf"), float("nan")])

@@ -16,11 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import anabranch as ab
+from anabranch.cli.app import _app
 from anabranch.launch import address_status
 from anabranch.launch.address_status import status_at
-from anabranch.launch.job_status import JobFile, RoleStatus, job_of, latest_job, status_of
+from anabranch.launch.job_status import JobFile, RoleStatus, job_of, latest_jobs, status_of
 from anabranch.parameter_server import ParameterServer
 from anabranch.record.process import process_stat
 from anabranch.transport import Client
@@ -124,16 +126,23 @@ def test_a_loss_that_is_not_finite_is_null_for_programs(tmp_path: Path) -> None:
     assert (found["loss"], found["curve"]) == (None, [1.0, None])
 
 
-def test_the_newest_job_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_job_is_the_default_and_others_that_run_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.raises(ValueError, match="you have no running job"):
-        latest_job()
+        latest_jobs()
     for name, started in (("anabranch-logs-b", 5.0), ("anabranch-logs-a", 9.0), ("else", 11.0)):
         (tmp_path / name).mkdir()
         JobFile(tmp_path / name, clock=lambda started=started: started).began("worker", 0, 1, None)  # type: ignore[misc]
     (tmp_path / "anabranch-logs-c").mkdir()
     (tmp_path / "anabranch-logs-c" / "job.json").write_text("{")
-    assert latest_job() == tmp_path / "anabranch-logs-a"
+    newest, other = tmp_path / "anabranch-logs-a", tmp_path / "anabranch-logs-b"
+    assert latest_jobs() == [newest, other]
+    shown = CliRunner().invoke(_app, ["status"]).output
+    assert f"another job runs: anabranch status {other}" in " ".join(shown.split())
+    JobFile(other, clock=lambda: 5.0).began("worker", 0, 2**22, None)  # a process that is gone
+    assert latest_jobs() == [newest]
 
 
 TRAINS = """

@@ -94,7 +94,11 @@ def test_it_resumes_where_it_was() -> None:
         next(batches)
     two.load_state_dict(one.state_dict())
     assert [equal(*both) for both in zip(batches, two, strict=True)] == [True] * 2
-    with pytest.raises(ab.CheckpointError, match="number of 'batches'"):
+    for change in ({"seed": 3}, {"batch_size": 32}, {"seeds": [1, 2]}):
+        three = NeighborSampler(INDPTR, INDICES, [3], **{"batch_size": 64} | change)
+        with pytest.raises(ab.CheckpointError, match=f"NeighborSampler has {next(iter(change))}="):
+            three.load_state_dict(one.state_dict())
+    with pytest.raises(ab.CheckpointError, match="seed=None, but this one has 0"):
         two.load_state_dict({})
 
 

@@ -13,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+import typer
 from numba.core import event
 
 from anabranch.cli import serve
@@ -233,3 +234,10 @@ def test_the_kernels_are_there_before_the_shard_listens(monkeypatch):
     with ParameterServer():
         pass
     assert order == ["compiled", "listens"]
+
+
+def test_tcp_without_keys_is_refused_before_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was, a minute later."""
+    monkeypatch.setattr("anabranch.tables.warming.compile_kernels", pytest.fail)
+    with pytest.raises(typer.BadParameter, match="TCP without certificates"):
+        serve.parameters(listen="tcp://127.0.0.1:0")

@@ -86,3 +86,17 @@ def test_a_slot_is_used_again_once_its_tensors_are_freed_and_they_are_no_copies(
     for memory in pair:
         memory.close()
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_tensor_arrives_in_the_order_in_memory_in_which_it_was_sent(pair: Pair):
+    """``as_strided`` in the next stage read other numbers without a word."""
+    images = torch.arange(48.0).reshape(2, 3, 2, 4)
+    sent = [
+        images.to(memory_format=torch.channels_last),
+        images.permute(3, 0, 2, 1),
+        images[0, 0].t().requires_grad_(),
+        images[:, :2, 0, 1:3],
+    ]
+    arrived, _ = crossed(pair, sent)
+    assert [one.stride() for one in arrived] == [torch.empty_like(one).stride() for one in sent]
+    assert all(map(torch.equal, arrived, sent))

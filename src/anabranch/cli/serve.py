@@ -173,6 +173,7 @@ def parameters(
     from anabranch.record.process import process_record
     from anabranch.record.spans import Lasting
     from anabranch.tables.warming import compile_kernels
+    from anabranch.transport import SocketTransport
 
     if (durability != "none") != (checkpoint_dir is not None):
         raise typer.BadParameter("--durability log or checkpoint and --checkpoint-dir need each other")
@@ -180,6 +181,10 @@ def parameters(
         raise typer.BadParameter("--repair needs --durability and --checkpoint-dir: it repairs the files there")
     if shard >= shards:
         raise typer.BadParameter(f"--shard {shard} is out of range for --shards {shards}; the first is 0")
+    with plain_errors():  # not a minute later
+        transport = SocketTransport("parameters", keys=keys, insecure=insecure)
+        if listen is not None:
+            transport.check(listen)
     process_record()  # a launcher is told, too
     with Lasting("compile", "compute"):
         compile_kernels()  # takes a minute at first; a signal may still end it, since nothing is lost

@@ -13,9 +13,9 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from anabranch.cli.messages import plain_errors
+from anabranch.cli.messages import plain_errors, tell
 from anabranch.cli.options import Insecure, Keys
-from anabranch.launch.job_status import JobStatus, latest_job, status_of
+from anabranch.launch.job_status import JobStatus, latest_jobs, status_of
 
 _EVERY = 1.0  # seconds between two looks
 _ENDPOINTS = ("unix:", "tcp:")
@@ -54,7 +54,9 @@ def status(
             client = stack.enter_context(Client(keys=keys, insecure=insecure, retries=0))
             look: Look = partial(status_at, client, endpoints)
         else:
-            folder = Path(jobs[0]) if jobs else latest_job()
+            folder, *others = [Path(jobs[0])] if jobs else latest_jobs()
+            for other in others:
+                tell(f"another job runs: anabranch status {other}")
             look = lambda before: status_of(folder)  # noqa: E731
         seen = look(None)
         if as_json:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from anabranch.cli.messages import plain_errors, tell
-from anabranch.launch.job_status import JobStatus, RoleStatus, latest_job, status_of
+from anabranch.launch.job_status import JobStatus, RoleStatus, latest_jobs, status_of
 from anabranch.record.words import in_words, on_one_line
 from anabranch.view.page import page_of
 from anabranch.view.serving import PageServer
@@ -37,7 +37,7 @@ def view(
     Exit code: 0, 1 if the page cannot be written or served, or 2 if PATH is not one of these.
     """
     with plain_errors("PATH"):
-        page = _page(latest_job() if path is None else path)
+        page = _page(latest_jobs()[0] if path is None else path)
     with plain_errors("--out" if out else "--port"):
         if out is not None:
             out.write_text(page, encoding="utf-8")

@@ -32,6 +32,7 @@ from anabranch.collectives import Workers
 from anabranch.errors import WorkersDiffer
 from anabranch.executor.exchange import exchange
 from anabranch.executor.loaders.loading import BoundLoader
+from anabranch.executor.observing.watching import rates_of
 from anabranch.executor.routes import CommMode, Place, Routes
 from anabranch.executor.spec import Spec
 from anabranch.executor.steps import Step, TrainStep
@@ -223,6 +224,9 @@ class Drift:
         """Return the parameters that differ by more than rounding from rank 0's, and on which ranks."""
         parameters = self._parameters()
         mine = [(name, f"{tuple(p.shape)} {p.dtype}", checksum(p)) for name, p in parameters.items()]
+        if self._spec.routes.served:  # which move by rank 0's
+            rates = {name: rates_of(step.optimizers) for name, step in self._spec.training.items()}
+            mine += [(f"the learning rate of step {name!r}", str(rate), 0) for name, rate in rates.items()]
         everyone = exchange(self._workers, mine, list[tuple[str, str, int]], _COMPARISON)
         kinds = [[(name, kind) for name, kind, _ in lines] for lines in everyone]
         if any(other != kinds[0] for other in kinds):  # a worker may have another parameter in place of one

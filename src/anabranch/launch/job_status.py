@@ -281,20 +281,23 @@ def job_of(reports: Sequence[tuple[RoleStatus, Mapping[str, Any]]]) -> JobStatus
     )
 
 
-def latest_job() -> Path:
-    """Return the log folder of this user's newest job among those that were given none.
+def latest_jobs() -> list[Path]:
+    """Return the log folder of this user's newest job among those that were given none, and those of others that run.
 
     Raises:
         ValueError: there is none.
     """
-    jobs: list[tuple[float, Path]] = []
+    jobs: list[tuple[float, bool, Path]] = []
     for path in Path(tempfile.gettempdir()).glob(f"anabranch-logs-*/{JOB_FILE}"):
         with suppress(OSError, ValueError):  # of a job that ends just now, or of something else
             if path.stat().st_uid == os.getuid():
-                jobs.append((status_of(path.parent).started or 0.0, path.parent))
+                job = status_of(path.parent)
+                runs = any(role.state in ("running", "waiting", "stopped") for role in job.roles)
+                jobs.append((job.started or 0.0, runs, path.parent))
     if not jobs:
         raise ValueError("you have no running job without --log-dir; give the log folder of the job")
-    return max(jobs)[1]
+    newest, *others = sorted(jobs, reverse=True)
+    return [newest[2], *(folder for _, runs, folder in others if runs)]
 
 
 def _read_role(folder: Path, process: _Process, *, ended: bool) -> tuple[RoleStatus, Mapping[str, Any]]:

@@ -158,13 +158,22 @@ class NeighborSampler:
         return counts, self._indices[chosen]
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position: the batches taken over all epochs."""
-        return {"batches": self._batches}
+        """Return the position: the batches taken over all epochs, and what their order follows from."""
+        order = {"seed": self._seed, "batch_size": self._batch_size, "seeds": len(self._seeds)}
+        return {"batches": self._batches, **order}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from a position."""
-        if not isinstance(state.get("batches"), int):
-            raise CheckpointError(f"a NeighborSampler's state has a number of 'batches', got {state!r}")
+        """Go on from a position.
+
+        Raises:
+            CheckpointError: another seed, batch size or number of seeds.
+        """
+        for name, here in self.state_dict().items():
+            if name != "batches" and state.get(name) != here:
+                raise CheckpointError(
+                    f"the checkpoint's NeighborSampler has {name}={state.get(name)!r}, but this one has {here!r}: its "
+                    "batches are others; load with the data and the arguments that were saved"
+                )
         self._batches = state["batches"]
 
 

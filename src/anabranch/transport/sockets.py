@@ -259,7 +259,7 @@ class SocketTransport:
             ValueError: TCP without keys, a path that is taken, or one whose directory is open to others.
             OSError: the address cannot be bound.
         """
-        parsed = None if endpoint is None else parse_endpoint(endpoint)
+        parsed = None if endpoint is None else self.check(endpoint)
         if isinstance(parsed, TcpEndpoint):
             return self._listen_tcp(parsed)
         return self._listen_unix(parsed)
@@ -276,7 +276,6 @@ class SocketTransport:
 
     def _listen_tcp(self, endpoint: TcpEndpoint) -> SocketListener:
         host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
-        self._check_tcp(f"tcp://{host}:{endpoint.port}")
         try:
             is_ipv6 = ":" in endpoint.host
             sock = socket.create_server(
@@ -295,13 +294,12 @@ class SocketTransport:
 
     def connect(self, endpoint: str) -> SocketStream:
         """Begins to connect to ``endpoint``; a host name is resolved at once, which may take the resolver's time."""
-        parsed = parse_endpoint(endpoint)
+        parsed = self.check(endpoint)
         if isinstance(parsed, UnixEndpoint):
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             # Root can read this process's memory anyway.
             recognise = _of_users(os.geteuid(), 0)
             return SocketStream(sock, None, recognise, endpoint, connect_to=str(parsed.path))
-        self._check_tcp(endpoint)
         try:
             addresses = socket.getaddrinfo(parsed.host, parsed.port, type=socket.SOCK_STREAM)
         except socket.gaierror as error:
@@ -311,12 +309,15 @@ class SocketTransport:
         sock = socket.socket(family, socket.SOCK_STREAM)
         return SocketStream(sock, self._client_context, self._certified, endpoint, connect_to=address)
 
-    def _check_tcp(self, endpoint: str) -> None:
-        if self._server_context is None and not self._insecure:
+    def check(self, endpoint: str) -> UnixEndpoint | TcpEndpoint:
+        """Return the endpoint that ``endpoint`` names; raise ``ValueError`` if it is none, or TCP without keys."""
+        parsed = parse_endpoint(endpoint)
+        if isinstance(parsed, TcpEndpoint) and self._server_context is None and not self._insecure:
             raise ValueError(
                 f"{endpoint}: TCP without certificates would admit anyone; make keys with `anabranch keys DIR` and "
                 "give keys=DIR, or set insecure=True (on the command line --keys DIR, --insecure)"
             )
+        return parsed
 
 
 def _of_users(*users: int) -> Recognise:

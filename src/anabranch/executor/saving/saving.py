@@ -23,6 +23,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -570,8 +571,12 @@ class Saver:
                 f"the checkpoint has no state called {sorted(missing)}, only {sorted(saved)}; give Executor(state=...) "
                 "what was saved"
             )
-        for name in saved.keys() - self._own.keys():
-            _log.warning("the checkpoint in %s has a state %r that this Executor was not given", source.path, name)
+        if (others := saved.keys() - self._own.keys()) and self._runners and self._rank == 0:
+            warnings.warn(
+                f"the checkpoint in {source.path} has state {sorted(others)} that this Executor was not given, "
+                "and that its checkpoints will not have; give Executor(state=...) what was saved",
+                stacklevel=13,  # where the script calls load or resume
+            )
 
     def _load_objects(self, saved: Mapping[str, object]) -> None:
         for name, target in self._own.items():

@@ -666,7 +666,9 @@ def _future_of(task: Task) -> Future[Sequence[Tensor | None]]:
         finish(outcome)
 
     def is_unwanted() -> bool:
-        return future.cancelled() or (unwanted() and future.cancel())
+        if unwanted():
+            future.cancel()
+        return not future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
 
     task.finish, task.unwanted = settle, is_unwanted
     return future

@@ -118,7 +118,7 @@ class ForkServer:
                 except OSError as error:
                     if isinstance(error, ConnectionError):
                         self._end()
-                    raise ForkServerError(f"the fork server is gone: {error}") from None
+                    raise ForkServerError(f"the fork server got neither program nor environment: {error}") from None
             if not select.select([reader], [], [], _SECONDS)[0]:
                 self._end()
                 raise ForkServerError(f"the fork server did not answer in {_SECONDS:.0f} s")

@@ -59,7 +59,7 @@ class RemoteEmbedding(nn.Module):
         eviction: the row to evict from a full table: the one unused longest (``"age"``) or used in the fewest steps.
         admission: probability that a training use admits a new id; until then it reads as its first values.
         memory_map: the servers keep the table in a mapped file of theirs, for tables larger than memory.
-        dtype: float32, float64, bfloat16 or float16, of the rows here and on the servers.
+        dtype: float32 (whatever torch's default), float64, bfloat16 or float16, of the rows here and on the servers.
         seed: with the name, fixes the first values of all rows.
 
     Raises:

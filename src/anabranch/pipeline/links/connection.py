@@ -137,6 +137,10 @@ def pack(value: Structure, leaves: Iterable[object] = ()) -> tuple[object, list[
         if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
             kind_of = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else leaf.layout
             raise TypeError(f"a {kind_of} tensor cannot cross ranks; make it dense, or keep it within a stage")
+        if not leaf.is_contiguous():  # as_strided, and kernels, read the order of its dimensions in memory
+            order = sorted(range(leaf.ndim), key=leaf.stride, reverse=True)
+            tensors.append(leaf.detach().permute(order))
+            return {"$order": [len(tensors) - 1, order]}
         tensors.append(leaf)
         return {"$tensor": len(tensors) - 1}
 
@@ -148,7 +152,8 @@ def pack(value: Structure, leaves: Iterable[object] = ()) -> tuple[object, list[
 
 def unpack(tree: object, tensors: Sequence[Tensor]) -> Structure:
     """Return the value from what ``pack`` has made of it."""
-    return decode(tree, {"$sparse": partial(_sparse, tensors), "$form": _form}, tensors=tensors)
+    sparse, in_order = partial(_sparse, tensors), partial(_in_order, tensors)
+    return decode(tree, {"$sparse": sparse, "$order": in_order, "$form": _form}, tensors=tensors)
 
 
 def pack_message(message: Message) -> tuple[object, list[tuple[str, list[int]]], list[Tensor]]:
@@ -196,6 +201,11 @@ def _sparse(tensors: Sequence[Tensor], content: tuple[int, list[int]]) -> Tensor
     indices, values = tensors[first : first + 2]
     device = values.device
     return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=False, device=device)
+
+
+def _in_order(tensors: Sequence[Tensor], content: tuple[int, list[int]]) -> Tensor:
+    index, order = content
+    return tensors[index].permute(sorted(range(len(order)), key=order.__getitem__))
 
 
 def _form(content: tuple[list[int], str, bool]) -> TensorForm:

@@ -163,8 +163,9 @@ class Admission:
     """
 
     def __init__(
-        self, verbs: Iterable[Verb], *, max_body: int, heartbeat: float, max_connections: int, max_bytes: int
+        self, verbs: Iterable[Verb], role: str, *, max_body: int, heartbeat: float, max_connections: int, max_bytes: int
     ) -> None:
+        self._role = role
         self.verbs: dict[str, Verb] = {}
         for verb in verbs:
             if verb.name in self.verbs:
@@ -186,7 +187,10 @@ class Admission:
         """Admit a request with ``nbytes`` of tensors, if its client may ask it now, and give them their memory."""
         peer, verb = connection.wire.stream.peer, self.verbs.get(header.verb)
         if verb is None:
-            raise NotFound(f"no verb {header.verb!r}; there are: {', '.join(sorted(self.verbs))}")
+            raise NotFound(
+                f"no verb {header.verb!r} on this server, whose role is {self._role!r}; give the endpoint of one that "
+                f"has it. Here there are: {', '.join(sorted(self.verbs))}"
+            )
         if verb.roles is not None and peer.role is not None and peer.role not in verb.roles:
             raise Unauthorized(f"role {peer.role!r} may not call {verb.name!r}; roles {sorted(verb.roles)} may")
         if self.only_job is not None and peer.job not in (None, self.only_job):

@@ -135,6 +135,7 @@ class Server:
         self._admission = Admission(
             # By a weak reference, and the loop is made when the server is entered: one that never is has no cycle.
             [*verbs, Verb(STATUS, partial(Server._tell_status, weakref.proxy(self)), check=_no_tensors)],
+            role,
             max_body=max_body,
             heartbeat=heartbeat,
             max_connections=max_connections,
