@@ -119,11 +119,6 @@ STEPS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: executor(comm_mode="P2P"), ValueError, "'PS' or 'Hybrid', got 'P2P'"),
     (lambda: executor(consistency="ssp"), ValueError, "such as 'ssp:4', got 'ssp'"),
     (lambda: executor().run(torch.ones(2, 4)), TypeError, "the name of a step, such as 'default', got a Tensor"),
-    (
-        lambda: executor().run("default", torch.ones(2, 4), torch.ones(2, 3)),  # type: ignore[arg-type]
-        TypeError,
-        r"one batch, got 2; give its parts together: run\('default', \(x, y\)\)",
-    ),
     (lambda: executor(seed="a"), TypeError, "seed is a whole number, or None, got 'a'"),
     (lambda: executor(dataloaders=5), TypeError, "dataloaders is a dict of loaders .* got 5"),
     (lambda: executor(timeout="x"), TypeError, "timeout is a number of seconds, got 'x'"),

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Never, Self, TypeAlias, TypeVar, cast, overload
+from typing import Literal, Self, TypeAlias, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -432,7 +432,7 @@ class Executor:
         self,
         name: str = "default",
         batch: Structure | ShareOf | None = None,
-        *more: Never,
+        *,
         fetch: Sequence[str] | None = None,
         as_numpy: bool = False,
     ) -> dict[str, Tensor]:
@@ -446,7 +446,6 @@ class Executor:
             batch: this worker's shard: a nested structure of tensors that agree in rows (dim 0), numpy arrays or
                 scipy.sparse matrices; a function of ``ab.job()`` that returns it, called each time that the run is
                 done; ``None`` takes the next batch of the step's loader.
-            *more: nothing: a batch of several parts is one structure, such as ``(x, y)``.
             fetch: what to return: ``"loss"``, keys that the step returns, qualified names of submodules (their
                 output), ``"<parameter>.grad"`` (as the optimizer got it; not of parameters on servers),
                 ``"grad_norm"`` (of all gradients before clipping; ``None`` where no window ended or a step was
@@ -470,8 +469,6 @@ class Executor:
         """
         self._check_open()
         step = self._step(name)
-        if more:
-            raise TypeError(f"run takes one batch, got {1 + len(more)}; give its parts together: run({name!r}, (x, y))")
         if self._inside is not None:
             raise RuntimeError(f"run({name!r}) was called inside a run of {self._inside!r}; call it between two runs")
         request = self._fetch_all[name] if fetch is None else Fetch(fetch, step.model)
