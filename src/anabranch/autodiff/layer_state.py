@@ -150,14 +150,15 @@ class LayerState:
         Not a norm's statistics, which every forward in train mode moves, and no output in train mode shows; nor that
         an attribute holds another tensor, which may be a result kept for a look.
         """
-        return [
-            value
-            if type(value) in _PLAIN
-            else (id(value) * kind, value._version)  # type: ignore[attr-defined]
-            if kind is not None and type(value) in _TENSORS and not value.is_inference()  # type: ignore[attr-defined]
-            else None
-            for value, kind in zip(self._now(), self._kinds, strict=True)
-        ]
+        marks: list[object] = []
+        for value, kind in zip(self._now(), self._kinds, strict=True):
+            mark: object = None
+            if type(value) in _PLAIN:
+                mark = value
+            elif kind is not None and type(value) in _TENSORS and not value.is_inference():  # type: ignore[attr-defined]
+                mark = id(value) * kind, value._version  # type: ignore[attr-defined]
+            marks.append(mark)
+        return marks
 
     def _put(self, now: Sequence[object], values: Sequence[object]) -> None:
         for mapping, name, old, new in zip(self._holders, self._names, now, values, strict=True):
