@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from saved_rows import blocks
 
+from anabranch.errors import NotFound
 from anabranch.parameter_server import ParameterClient, RemoteEmbedding, RemoteTables
 from anabranch.tables import Cache, Constant, Family, KernelThreads, RowOptimizer, Table, TableSpec
 from anabranch.tables.arena import Arena
@@ -174,6 +175,15 @@ def test_an_id_whose_tag_another_has_is_restored_and_one_that_is_there_is_not() 
     assert table.versions(ids).tolist() == [1, 2]
     with pytest.raises(ValueError, match="an id already has a row"):
         table.check_block(block)
+
+
+def test_ids_of_another_shard_are_not_restored() -> None:
+    whole = make()
+    whole.push(torch.arange(9), torch.ones(9, 4))
+    part = Table(whole.spec, whole.rule, Arena(whole.spec, whole.rule, shards=2))
+    part.resume(whole.step, whole.history)
+    with pytest.raises(NotFound, match="which shard 0 does not hold"):
+        part.check_block(blocks(whole)[0])
 
 
 @pytest.mark.parametrize("eviction", ["age", "frequency"])

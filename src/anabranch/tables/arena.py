@@ -160,7 +160,7 @@ class Arena:
             heads=np.array([1, 2]),
             depths=_zeros(segments, np.int64),
             counts=_zeros(segments, np.int64),
-            slots=_zeros(segments * SLOTS, np.int64),
+            slots=_zeros(segments * SLOTS, np.int64, large=True),
         )
         self.index.directory[1] = 1
         self.index.depths[:2] = 1
@@ -181,8 +181,7 @@ class Arena:
         small = self.taken * BLOCK * self.row_bytes < _LARGE
         self.taken += more
         if small and self.taken * BLOCK * self.row_bytes >= _LARGE and not self._mapped:
-            with contextlib.suppress(OSError):  # a system without large pages
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
+            _take_large_pages(self._memory)
         self.owner[blocks] = number
         return blocks
 
@@ -247,9 +246,17 @@ def _memory(size: int) -> mmap.mmap:
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
 
 
-def _zeros(count: int, kind: type) -> Array:
+def _take_large_pages(memory: mmap.mmap) -> None:
+    with contextlib.suppress(OSError):  # a system without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+
+
+def _zeros(count: int, kind: type, *, large: bool = False) -> Array:
     """Return an array of zeros that takes no memory until it is written."""
-    return np.frombuffer(_memory(max(1, count) * np.dtype(kind).itemsize), kind, count)
+    memory = _memory(max(1, count) * np.dtype(kind).itemsize)
+    if large:
+        _take_large_pages(memory)
+    return np.frombuffer(memory, kind, count)
 
 
 def _file(directory: str | os.PathLike[str] | None) -> mmap.mmap:

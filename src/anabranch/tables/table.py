@@ -156,7 +156,7 @@ class Table:
         """
         arena = self.arena
         if self.spec.rows is None:
-            vocabulary.find_all(arena.index, arena.words, arena.pitch, self.number, ids, rows)
+            vocabulary.correct(arena.index, arena.words, arena.pitch, self.number, ids, rows)
         elif not training and not self.missed.lag:  # a look takes no memory: these read as their first values
             rows[arena.words[rows * int(arena.pitch) + 1] == 0] = -1
         arena.changing(rows)
@@ -185,7 +185,8 @@ class Table:
         if self._capacity is not None:
             vocabulary.use(rows, arena.usage, self.step)
         missing = np.flatnonzero(rows < 0)
-        new = self.draw(np.unique(ids[missing]))
+        distinct, lookups = np.unique(ids[missing], return_inverse=True)  # sorts, which is quicker than hashing
+        new = self.draw(distinct)
         if not new.size:
             return
         room = new.size if self._capacity is None else self._capacity - self.used
@@ -198,9 +199,8 @@ class Table:
         self.evictions += evicted.size
         self._enter(new, into, fresh, np.broadcast_to([1, self.step], (new.size, 2)))
         if new.size:
-            at = np.minimum(np.searchsorted(new, ids[missing]), new.size - 1)
-            has_row = new[at] == ids[missing]
-            rows[missing[has_row]] = into[at[has_row]]
+            at = np.minimum(np.searchsorted(new, distinct), new.size - 1)
+            rows[missing] = np.where(new[at] == distinct, into[at], -1)[lookups]
 
     def _victims(self, count: int) -> Array:
         if not count:
@@ -255,12 +255,10 @@ class Table:
             ValueError: an id of a dynamic table that has a row already.
         """
         block.check(self.spec, self._rule, self.step)
+        arena, ids, rows = self.arena, block.ids.numpy(), self._alone.check(block.ids, [block.ids.numel()])
         if self.spec.rows is not None:
-            self._alone.check(block.ids, [block.ids.numel()])
             return
-        arena, ids = self.arena, block.ids.numpy()
-        rows = np.empty_like(ids)
-        vocabulary.find_all(arena.index, arena.words, arena.pitch, self.number, ids, rows)  # no false tags, as located
+        vocabulary.correct(arena.index, arena.words, arena.pitch, self.number, ids, rows)
         if (rows >= 0).any() or np.unique(ids).size != ids.size:
             raise ValueError("an id already has a row; restore into an empty table")
 
@@ -540,8 +538,8 @@ class TableGroup:
 
         def part(thread: int, threads: int) -> None:
             bad, fall = vocabulary.locate(
-                self._which, arena.facts, arena.shard, arena.shards, arena.index, arena.words, arena.pitch, flat,
-                starts, arena.hashes, rows, thread, threads,
+                self._which, arena.facts, arena.shard, arena.shards, arena.index, flat, starts, arena.hashes, rows,
+                thread, threads,
             )  # fmt: skip
             falls.append(fall)
             if bad >= 0:

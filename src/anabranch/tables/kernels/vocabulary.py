@@ -79,17 +79,19 @@ def find(index: Any, words: Any, pitch: Any, t: Any, id_: Any, hash_: Any) -> An
 
 
 @kernel
-def find_all(index: Any, words: Any, pitch: Any, t: int, ids: Any, rows: Any) -> None:
-    """Return the row of each id of a dynamic table, -1 for one without."""
+def correct(index: Any, words: Any, pitch: Any, t: int, ids: Any, rows: Any) -> None:
+    """Correct ``rows`` of ids of a dynamic table as ``locate`` returns them: another id's, because of a false tag."""
     for i in range(ids.size):
-        at = find(index, words, pitch, t, ids[i], hashed(index.keys[t], ids[i]))
-        rows[i] = index.slots[at] & ROW if at >= 0 else -1
+        row = U(rows[i])
+        if rows[i] >= 0 and (words[row * pitch] != ids[i] or index.owner[row // U(BLOCK)] != t):
+            at = find(index, words, pitch, t, ids[i], hashed(index.keys[t], ids[i]))
+            rows[i] = index.slots[at] & ROW if at >= 0 else -1
 
 
 @kernel
 def locate(
-    which: Any, facts: Any, shard: int, shards: int, index: Any, words: Any, pitch: Any, ids: Any, starts: Any,
-    hashes: Any, rows: Any, thread: int, threads: int,
+    which: Any, facts: Any, shard: int, shards: int, index: Any, ids: Any, starts: Any, hashes: Any, rows: Any,
+    thread: int, threads: int,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Rows of the ids of this thread's share, -1 where a dynamic table has none.
 
@@ -132,13 +134,13 @@ def locate(
             if i + AHEAD < end:
                 ahead = hashes[i + AHEAD]
                 prefetch(index.slots, _segment(index, ahead) + ((ahead & U(63)) << U(3)))
-            hash_ = hashes[i]
-            at, tag, word = _segment(index, hash_) + ((hash_ & U(63)) << U(3)), _tag(hash_), np.int64(-1)
-            for slot in range(at, at + U(8)):
-                word = index.slots[slot] if index.slots[slot] >> 40 == tag else word  # without a branch
-            if word < 0:
-                place = find(index, words, pitch, t, ids[i], hash_)
-                word = index.slots[place] if place >= 0 else word
+            segment, bucket, tag = _segment(index, hashes[i]), hashes[i] & U(63), _tag(hashes[i])
+            word, ends = np.int64(-1), False
+            while word < 0 and not ends:  # no look at the row itself, which is in no cache yet
+                for at in range(segment + (bucket << U(3)), segment + (bucket << U(3)) + U(8)):
+                    word = index.slots[at] if index.slots[at] >> 40 == tag else word  # without a branch
+                    ends |= index.slots[at] == FREE
+                bucket = (bucket + U(1)) & U(63)
             rows[i] = word & ROW if word >= 0 else -1
     return -1, falls
 
