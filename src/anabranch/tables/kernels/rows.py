@@ -432,8 +432,8 @@ class KernelThreads:
             return
         self._start()
         done: SimpleQueue[BaseException | None] = SimpleQueue()
-        for number in range(1, self.threads):
-            self._jobs.put((part, number, self.threads, done))
+        for thread in range(1, self.threads):
+            self._jobs.put((part, thread, self.threads, done))
         try:
             part(0, self.threads)
         finally:
@@ -474,9 +474,9 @@ _Job = tuple[Callable[[int, int], None], int, int, SimpleQueue[BaseException | N
 
 def _work(jobs: SimpleQueue[_Job | None]) -> None:
     while (job := jobs.get(timeout=None)) is not None:  # idle until there is work, or the pool ends
-        part, number, count, done = job
+        part, thread, threads, done = job
         try:
-            part(number, count)
+            part(thread, threads)
         except BaseException as error:  # noqa: BLE001 - raised by ``run``
             done.put(error)
         else:
