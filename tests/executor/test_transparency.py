@@ -225,6 +225,7 @@ QUICK = [
     case("adamw", "Hybrid", clip=0.5, accumulate=3, reduction="sum"),
     case("adam", "Hybrid", cache={"capacity": 20}),
     case("adam", "PS", sparse_pull=False),
+    case("adamw", "Hybrid", engine="graph", rare=False, clip=0.5),
     case("adam", "PS", routes={"head.weight": "AllReduce"}),
     case("adam", "AllReduce", routes={"table.weight": "PS", "shared.weight": "PS"}),
 ]
@@ -236,7 +237,6 @@ OTHERS = [
     case("adamw", "PS", sparse="adagrad", sparse_pull=False),
     case("row_wise_adagrad", "PS"),
     case("momentum", "PS", unequal=False),
-    case("adamw", "Hybrid", engine="graph", rare=False, clip=0.5),
     case("adamw", engine="graph", rare=False, sparse=True, clip=0.5, accumulate=2),
     case("adamw", "PS", engine="graph", rare=False),
     case("adam", "PS", engine="graph", rare=False, cache={"capacity": 20}, accumulate=2),

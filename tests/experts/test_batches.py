@@ -162,6 +162,9 @@ def test_submitting_returns_a_future_of_the_outputs_or_of_the_error() -> None:
         assert torch.equal(good.result(timeout=60)[0], torch.full((5, 1), 2.0))  # type: ignore[arg-type]
         with pytest.raises(ArithmeticError, match="too large"):
             bad.result(timeout=60)
+        again = task(2)
+        for _ in range(2):
+            assert len(pool.submit(again).result(timeout=60)[0]) == 2  # type: ignore[arg-type]
 
 
 def test_a_future_that_is_cancelled_takes_its_task_back_and_one_that_is_unwanted_is_cancelled() -> None:

@@ -173,7 +173,6 @@ def test_a_process_that_a_debugger_has_stopped_is_frozen() -> None:
 # --- a job that fails is started again as a whole; a service's restarts are a budget that refills
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("restarts", "code", "lives"), [(3, 0, 3), (1, 1, 2)])
 def test_a_job_that_fails_is_run_again_until_it_succeeds_or_no_restart_is_left(
     ended: Ends, restarts: int, code: int, lives: int

@@ -383,7 +383,6 @@ TWO = """
 """
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("executors", ["one", "both"])
 def test_a_save_in_the_background_is_lost_with_its_worker_and_a_job_of_two_executors_ends(
     ended: Ends, executors: str
@@ -422,13 +421,12 @@ ENDS = """
 """
 
 
-@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(
     ("ends", "least", "code"),
     [
-        ({1: -signal.SIGKILL}, 2, 0),
+        pytest.param({1: -signal.SIGKILL}, 2, 0, marks=pytest.mark.slow),
         ({1: -signal.SIGKILL}, 3, 1),
-        ({1: -signal.SIGKILL, 2: -signal.SIGKILL}, 1, 0),
+        pytest.param({1: -signal.SIGKILL, 2: -signal.SIGKILL}, 1, 0, marks=pytest.mark.slow),
         ({1: -signal.SIGSEGV}, 1, 0),
         ({1: -signal.SIGSEGV, 2: -signal.SIGABRT}, 1, 1),
         ({1: 3}, 1, 1),

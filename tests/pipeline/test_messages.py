@@ -93,6 +93,7 @@ def test_a_tensor_arrives_in_the_order_in_memory_in_which_it_was_sent(pair: Pair
     images = torch.arange(48.0).reshape(2, 3, 2, 4)
     sent = [
         images.to(memory_format=torch.channels_last),
+        images[:, :1].to(memory_format=torch.channels_last),
         images.permute(3, 0, 2, 1),
         images[0, 0].t().requires_grad_(),
         images[:, :2, 0, 1:3],

@@ -99,12 +99,12 @@ def test_clipping_spans_three_stages_and_state_fits_another_split():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "schedules"), [(2, "GPipe,Interleaved1F1B,ZB1P"), (3, "GPipe,1F1B,Interleaved1F1B,ZB1P,ZBV")]
+    ("ranks", "schedules"), [(2, "GPipe,Interleaved1F1B,ZB1P,ZBV"), (3, "GPipe,1F1B,Interleaved1F1B,ZB1P,ZBV")]
 )
 def test_a_failure_anywhere_ends_the_step_on_every_rank_long_before_its_deadline(ranks: int, schedules: str):
     result = LocalJob(ranks).run(SCRIPT, f"failures:{schedules}").check()
     for found in result.results:
-        assert found["tried"] >= 24
+        assert found["tried"] >= 40
         assert found["longest"] < 20.0  # of 30; a tenth of a second where the machine is free
 
 

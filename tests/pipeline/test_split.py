@@ -334,7 +334,6 @@ BETWEEN: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("name", BETWEEN)
 def test_code_that_cannot_be_split_is_named(name: str):
     between, message = BETWEEN[name]

@@ -224,9 +224,10 @@ class Drift:
         """Return the parameters that differ by more than rounding from rank 0's, and on which ranks."""
         parameters = self._parameters()
         mine = [(name, f"{tuple(p.shape)} {p.dtype}", checksum(p)) for name, p in parameters.items()]
-        if self._spec.routes.served:  # which move by rank 0's
-            rates = {name: rates_of(step.optimizers) for name, step in self._spec.training.items()}
-            mine += [(f"the learning rate of step {name!r}", str(rate), 0) for name, rate in rates.items()]
+        if self._spec.routes.served and self._spec.consistency.merges:  # pushes that rank 0's rates move
+            for name, step in self._spec.training.items():
+                rates = [f"{rate:.6g}" for rate in rates_of(step.optimizers)]
+                mine.append((f"the learning rate of step {name!r}", str(rates), 0))
         everyone = exchange(self._workers, mine, list[tuple[str, str, int]], _COMPARISON)
         kinds = [[(name, kind) for name, kind, _ in lines] for lines in everyone]
         if any(other != kinds[0] for other in kinds):  # a worker may have another parameter in place of one

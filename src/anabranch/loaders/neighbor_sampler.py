@@ -166,10 +166,12 @@ class NeighborSampler:
         """Go on from a position.
 
         Raises:
-            CheckpointError: another seed, batch size or number of seeds.
+            CheckpointError: another seed, batch size or number of seeds, or no position.
         """
+        if not isinstance(state.get("batches"), int):
+            raise CheckpointError(f"a NeighborSampler's state has a number of 'batches', got {state!r}")
         for name, here in self.state_dict().items():
-            if name != "batches" and state.get(name) != here:
+            if name != "batches" and state.get(name, here) != here:
                 raise CheckpointError(
                     f"the checkpoint's NeighborSampler has {name}={state.get(name)!r}, but this one has {here!r}: its "
                     "batches are others; load with the data and the arguments that were saved"

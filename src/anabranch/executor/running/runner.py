@@ -619,7 +619,7 @@ class StepRunner:
         value = loss / rows if self.step.reduction == "mean" and rows else loss
         # Until a loss was seen the parameters' type: a worker may have no rows at first.
         dtype = self._loss_dtype or (self._parameters[0].dtype if self._parameters else torch.float32)
-        return torch.full((), value, dtype=dtype, device=self._device)
+        return torch.tensor(value, dtype=dtype, device=self._device)
 
     @contextmanager
     def in_epoch(self, length: int | None) -> Iterator[None]:

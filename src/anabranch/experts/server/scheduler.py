@@ -668,7 +668,8 @@ def _future_of(task: Task) -> Future[Sequence[Tensor | None]]:
     def is_unwanted() -> bool:
         if unwanted():
             future.cancel()
-        return not future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
+        # A running one cannot be cancelled; one that is done is of an earlier submission of the task.
+        return future.cancelled() if future.done() else not future.set_running_or_notify_cancel()
 
     task.finish, task.unwanted = settle, is_unwanted
     return future

@@ -137,8 +137,9 @@ def pack(value: Structure, leaves: Iterable[object] = ()) -> tuple[object, list[
         if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
             kind_of = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else leaf.layout
             raise TypeError(f"a {kind_of} tensor cannot cross ranks; make it dense, or keep it within a stage")
-        if not leaf.is_contiguous():  # as_strided, and kernels, read the order of its dimensions in memory
-            order = sorted(range(leaf.ndim), key=leaf.stride, reverse=True)
+        # Kernels and as_strided read the order of its dimensions in memory; those of size 1 count, too.
+        order = sorted(range(leaf.ndim), key=lambda d: (leaf.stride(d), leaf.shape[d] > 1), reverse=True)
+        if order != [*range(leaf.ndim)]:
             tensors.append(leaf.detach().permute(order))
             return {"$order": [len(tensors) - 1, order]}
         tensors.append(leaf)

@@ -100,10 +100,11 @@ def trace(
     thread, answer = begin_call(run, "anabranch-split")
     while thread.is_alive():  # the caller's own work, done there; looked at so that an interrupt comes through
         thread.join(0.5)
-    error: BaseException | None = answer.exception(timeout=0)
+    failed = answer.exception(timeout=0)
     place_of = recorder.close()
-    refused = error is not None
-    while error is not None:  # frames of the model's code, which hold its tensors
+    # Frames hold the tensors. Those of the model's own errors stay, for a debugger.
+    error: BaseException | None = failed if isinstance(failed, CaptureError) else None
+    while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__
     for generation in (1, 2):  # young cycles of PyTorch's own dispatch lead to it; a look at all takes longer
@@ -117,7 +118,7 @@ def trace(
         _take_out(left)
         if frozen:
             gc.freeze()
-        if places and not refused:
+        if places and failed is None:
             raise CaptureError(
                 f"{places[0]} makes a tensor that is kept outside the model (in a global dictionary or by "
                 "functools.lru_cache), where it would have no values; call the model itself once with inputs of this "
