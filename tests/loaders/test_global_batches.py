@@ -43,9 +43,11 @@ def steps_of(workers: list[BoundLoader], count: int) -> list[list[int]]:
     return steps
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("drop_last", [True, False])
-@pytest.mark.parametrize("processes", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("shuffle", "drop_last", "processes"),
+    # Each epoch starts processes, which import torch: two seconds each.
+    [*itertools.product((True, False), (True, False), (0,)), pytest.param(True, False, 1, marks=pytest.mark.slow)],
+)
 def test_every_number_of_workers_takes_the_same_steps(shuffle: bool, drop_last: bool, processes: int) -> None:
     length, samples = (4, 20) if drop_last else (5, COUNT)
     runs = []
