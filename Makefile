@@ -44,10 +44,10 @@ demo-compare: demo
 	@$(BIN)/python $(MODEL) --out runs/alone
 	@$(BIN)/python tools/compare_runs.py runs/demo runs/undisturbed runs/alone
 
-# Three at once on two cores: many tests wait for other processes. The empty variable: hundreds of processes would compile
+# Four at once on two cores: many tests wait for other processes. The empty variable: hundreds of processes would compile
 # the same sources where the environment forbids to keep that.
 test: $(STAMP)-kernels
-	@$(PYTEST) -n 3 --dist worksteal --durations=10 -m "not slow" $(ELSEWHERE) $(ARGS)
+	@$(PYTEST) -n 4 --dist worksteal --durations=10 -m "not slow" $(ELSEWHERE) $(ARGS)
 
 test-all: $(STAMP)-kernels
 	@$(PYTEST) -n 3 --dist worksteal --durations=10 $(ELSEWHERE) $(ARGS)
