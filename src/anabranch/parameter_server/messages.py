@@ -416,10 +416,10 @@ def join(tensors: Iterable[Tensor], shares: Sequence[Share], compression: Compre
             flat = in_half(flat, kind)
         alike.setdefault(kind, []).append(_in_float32(flat) if kind == torch.int8 else flat)
     whole = {kind: parts[0].contiguous() if len(parts) == 1 else torch.cat(parts) for kind, parts in alike.items()}
-    found = [whole[dtype] for dtype in FLOATS if dtype in whole]
+    joined = [whole[dtype] for dtype in FLOATS if dtype in whole]
     if torch.int8 in whole:
-        found += _in_blocks(whole[torch.int8])
-    return found
+        joined += _in_blocks(whole[torch.int8])
+    return joined
 
 
 def split(flat: Sequence[Tensor], shares: Sequence[Share], compression: Compression | None = None) -> list[Tensor]:
@@ -441,15 +441,15 @@ def views(flat: Sequence[Tensor], shares: Sequence[Share], compression: Compress
     if torch.int8 in whole:
         whole[torch.int8] = from_blocks(whole[torch.int8], _SCALES[whole[torch.uint8].long()], _BLOCK)
     places = dict.fromkeys(whole, 0)
-    found = []
+    tensors = []
     for share in shares:
         kind = share.dtype if compression is None else share.travels_as(compression)
         first, places[kind] = places[kind], places[kind] + math.prod(share.shape)
         mine = whole[kind][first : places[kind]]
         if kind != share.dtype == torch.float16:  # which the rounding may have passed
             mine = mine.clamp(-_MOST_OF_HALF, _MOST_OF_HALF)
-        found.append(mine.to(share.dtype).view(share.shape))
-    return found
+        tensors.append(mine.to(share.dtype).view(share.shape))
+    return tensors
 
 
 def largest_gradient(dtype: torch.dtype) -> float:
